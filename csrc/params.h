@@ -112,11 +112,18 @@ struct SparseParams {
   int32_t partition_tiles;  // of the longest partition, if all entries count
 };
 
+// How a partial result lies in memory, so that copies are wide and coalesced: see `partial_out`.
+enum class PartialLayout : uint8_t {
+  kColumns,            // O^T as WGMMA's registers hold it, float32
+  kPairedColumns,      // the same, but rows r and r + 8 of WGMMA's 16 are value dims 2r and 2r + 1
+  kHalfPairedColumns,  // and bfloat16: of products of e4m3, whose own rounding is the coarser
+  kRows,               // O = P·V as WGMMA's registers hold it, float32
+};
+
 // What decode kernels and the combination behind them share: how the work is divided, where partial results lie, where results go. The
 // combination is given no more, because a kernel waits when it first reads each 64 bytes of its parameters.
 struct ResultParams {
-  // Partial O^T as WGMMA's registers hold it, float32 or, with half_partials, bfloat16, so that copies are wide and coalesced:
-  // [slots, row_groups, 8 slices of 64 value dims, row_tile / 8 column blocks, 128 threads, 4]
+  // [slots, row_groups, 8 slices of 64 value dims, row_tile / 8 column blocks, 128 threads, 4], as `partials` says
   float* partial_out;
   float* partial_lse;                      // [slots, row_groups, row_tile], log2
   const WorkRange* work_ranges = nullptr;  // [partitions]; of sparse attention none
@@ -130,9 +137,7 @@ struct ResultParams {
   // Schedule, lengths, block table, kv_scale and the cache's rows of all but the last s_q tokens are older than the kernel before this
   // one: they are read before that has ended. Of whole tiles of dense attention alone.
   bool early_loads = false;
-  bool rows_on_lanes = false;  // partial_out lies as O = P·V leaves it: see combine.cu
-  bool half_partials = false;  // of 64 rows of e4m3 products, whose own rounding is the coarser: see decode/layouts/mixed_major.h
-  bool paired_dims = false;  // in partial_out rows r and r + 8 of WGMMA's tile are value dims 2r and 2r + 1 of its 16, not r and r + 8
+  PartialLayout partials = PartialLayout::kColumns;  // the decode kernel's
   void* out;                 // [batch, rows, 512]; strides in elements, of a dense call contiguous
   int64_t out_stride_batch;
   int64_t out_stride_row;

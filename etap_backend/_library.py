@@ -6,7 +6,7 @@ from pathlib import Path
 
 import tvm_ffi
 
-ABI_VERSION = 13
+ABI_VERSION = 14
 """The library's `abi_version()` must return this; it rises whenever a compiled function changes its arguments."""
 
 PATH_VARIABLE = "ETAP_LIBRARY"

@@ -1,4 +1,4 @@
-"""The arguments of the compiled library's functions, in the order of csrc/api/bindings.cpp.
+"""The arguments of the compiled library's functions, in its order (`library().arguments()`).
 
 A call is built by position, which costs a third of building it by name, and is read by name.
 """
@@ -30,13 +30,14 @@ class DenseCall(NamedTuple):
     heads: int
     partitions: int
     row_tile: int
+    num_sms: int
     fp8_math: bool
     empty_lse: float
     early_loads: bool
 
 
 class SparseCall(NamedTuple):
-    """The library's `sparse_decode`: `sparse_mla_decode`'s arguments, with `partitions` in place of `num_sms`."""
+    """The library's `sparse_decode`: `sparse_mla_decode`'s arguments, with `partitions` beside `num_sms`."""
 
     q: Tensor
     q_rope: Tensor | None
@@ -55,19 +56,19 @@ class SparseCall(NamedTuple):
     lse: Tensor
     softmax_scale: float
     partitions: int
+    num_sms: int
     empty_lse: float
 
 
 class ScheduleCall(NamedTuple):
-    """The library's `build_schedule` and `build_fixed_schedule`.
+    """The library's `build_schedule`.
 
     Attributes:
         seq_lens: int32 [batch].
         work_ranges, split_offsets: the buffers to fill.
         partitions: partitions of the work.
-        fixed_splits: most splits per request where its length alone decides (`build_fixed_schedule`); 0 where the
-            whole batch does (`build_schedule`).
-        split_rows, split_cost, single_tiles: from the DecodeShape; `build_fixed_schedule` does not need them.
+        fixed_splits: most splits per request where its length alone decides; 0 where the whole batch does.
+        split_rows, split_cost, single_tiles: from the DecodeShape; nothing beside fixed_splits.
     """
 
     seq_lens: Tensor

@@ -83,12 +83,16 @@ def mla_decode(
             a multiple of 16 bytes.
         kv_cache: [pages, page_size, 576] or [pages, page_size, 1, 576], dtype of q or float8_e4m3fn, or its latent part
             [.., 512] when rope_cache is given; at least one page. Any page_size: multiples of 64 are fastest, those of
-            16 next, others are gathered row by row. Each row is contiguous, at a multiple of 16 bytes; gaps between
+            16 next, others are gathered row by row; float16 has multiples of 64 alone, and the rope columns behind the
+            latent ones. Each row is contiguous, at a multiple of 16 bytes; gaps between
             rows and between pages (stride(1), stride(0)) may be up to 2^40 bytes.
-        block_table: int32 [batch, max_pages]; the page of each page_size tokens. Gaps between rows are allowed.
+        block_table: int32 [batch, max_pages]; the page of each page_size tokens. Gaps between rows are allowed. A page
+            outside the cache among a request's tokens, as behind the table's end, makes its output and log-sum-exp NaN
+            on a GPU; the CPU raises ValueError.
         seq_lens: int32 [batch], tokens of each request, new ones included. The result is right for any lengths; the
             work is divided for the lengths that the schedule was built from.
-        schedule: what `DecodeSchedule.build` returned this step, for this batch, s_q and number of heads.
+        schedule: what `DecodeSchedule.build` returned this step, for this batch, s_q and number of heads. If that
+            schedule was built again since, the results are wrong (on the CPU ValueError is raised).
         softmax_scale: factor of the scores before softmax.
         q_rope: [batch, s_q, heads, 64], dtype of q, the same freedom of strides.
         rope_cache: [pages, page_size, 64] or [pages, page_size, 1, 64], dtype of kv_cache, the same freedom of strides.
@@ -143,6 +147,7 @@ def mla_decode(
         schedule.num_heads,
         schedule.partitions,
         schedule.row_tile,
+        schedule.num_sms,
         fp8_math,
         empty_lse,
         early_loads,

@@ -72,6 +72,12 @@ def _why_gpu(compute_capability: tuple[int, int] | None) -> str | None:
     return f"compute capability {found} is not supported: the kernels are compiled for sm_90a (Hopper, 9.0) only"
 
 
+def _why_page_size(page_size: int, cache: "torch.dtype | str") -> str | None:
+    if cache == torch.float16 and page_size % TILE_TOKENS:
+        return f"page_size {page_size} is not supported with a float16 cache: wanted a multiple of {TILE_TOKENS}"
+    return None
+
+
 def _why_v_head_dim(v_head_dim: int) -> str | None:
     if v_head_dim != LATENT_DIM:
         return f"v_head_dim {v_head_dim} is not supported: wanted {LATENT_DIM}"
@@ -103,17 +109,18 @@ def why_unsupported(
         num_heads: query heads on this GPU; None when unknown.
         head_dim: width of a query and of a cache row in elements (latent + rope), 576.
         v_head_dim: width of an output row in elements (latent), 512.
-        page_size: tokens in a page of the KV cache, any number.
+        page_size: tokens in a page of the KV cache, any number; of a float16 cache a multiple of 64.
         kv_cache_dtype: a dtype or an engine's name for it: the query's, or FP8 (float8_e4m3fn, "fp8", "fp8_e4m3") in
             the dense layout of 576 bytes per token; None and "auto" mean the query's.
         compute_capability: (major, minor) of the GPU; None when unknown.
         s_q: query tokens per request.
     """
-    if reason := _why_gpu(compute_capability) or _why_dtypes(dtype, _cache_dtype(kv_cache_dtype, dtype)):
+    cache = _cache_dtype(kv_cache_dtype, dtype)
+    if reason := _why_gpu(compute_capability) or _why_dtypes(dtype, cache):
         return reason
     if head_dim != HEAD_DIM:
         return f"head_dim {head_dim} is not supported: wanted {HEAD_DIM} (latent {LATENT_DIM} + rope {ROPE_DIM})"
-    if reason := _why_v_head_dim(v_head_dim):
+    if reason := _why_v_head_dim(v_head_dim) or _why_page_size(page_size, cache):
         return reason
     return _why_counts(page_size=page_size, num_heads=num_heads, s_q=s_q)
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from etap_backend._library import library
-from etap_backend._operator import Operator, compiled, schema
+from etap_backend._operator import Operator, library_function, schema
 from etap_backend.calls import ScheduleCall
 from etap_backend.limits import WORK_RANGE_FIELDS, dtype_name
 
@@ -22,24 +22,17 @@ CPU_SMS = 8
 """Partitions of a schedule on the CPU: enough to split requests, few enough to follow by hand."""
 
 
-def _fill(*arguments) -> None:
-    call = ScheduleCall(*arguments)
-    buffers = (call.seq_lens, call.work_ranges, call.split_offsets, call.partitions)
-    if call.fixed_splits:
-        compiled("build_fixed_schedule")(*buffers, call.fixed_splits)
-    else:
-        compiled("build_schedule")(*buffers, call.split_rows, call.split_cost, call.single_tiles)
-
-
 # An operator, so that fake tensors, which have no memory, do not reach the library.
-_build = Operator(schema("build_schedule", ScheduleCall, written=("work_ranges", "split_offsets")), _fill, _fill)
+_build = Operator(
+    schema("build_schedule", ScheduleCall, written=("work_ranges", "split_offsets")),
+    *(library_function("build_schedule"),) * 2,
+)
 
 
 class DecodeShape(NamedTuple):
     """How the kernels compute a number of query rows (query tokens * heads); the compiled library decides it.
 
     Attributes:
-        kernel: "transposed", "transposed_fp8" or "query_major".
         row_tile: query rows that a CTA computes: 8, 16, 32 or 64.
         row_groups: CTAs that share a split, each with another row tile.
         partial_floats: floats of the workspace that a CTA's partial takes.
@@ -49,7 +42,6 @@ class DecodeShape(NamedTuple):
             partition.
     """
 
-    kernel: str
     row_tile: int
     row_groups: int
     partial_floats: int
@@ -130,6 +122,7 @@ class BuiltSchedule(NamedTuple):
         batch, s_q, num_heads: of the calls that the plan serves.
         partitions: partitions of the work, each for one CTA per row group.
         row_tile: query rows that a CTA computes.
+        num_sms: CTAs that the work was divided for.
         work_ranges, split_offsets, workspace: the DecodeSchedule's.
     """
 
@@ -138,6 +131,7 @@ class BuiltSchedule(NamedTuple):
     num_heads: int
     partitions: int
     row_tile: int
+    num_sms: int
     work_ranges: Tensor
     split_offsets: Tensor
     workspace: Tensor | None
@@ -330,6 +324,7 @@ class DecodeSchedule:
             self.num_heads,
             partitions,
             shape.row_tile,
+            self.num_sms,
             self.work_ranges,
             self.split_offsets,
             self.workspace,

@@ -63,10 +63,11 @@ def _library_call(
     num_sms: int | None,
     empty_lse: float,
 ) -> SparseCall:
-    """The library's arguments: the operator's, with a workspace, and with partitions in place of num_sms."""
+    """The library's arguments: the operator's, with a workspace, num_sms and partitions."""
     heads = q.shape[1] if q.dim() == 3 else 0
     shape = sparse_decode_shape(max(1, heads))
-    partitions = shape.partitions(device_sms(q.device) if num_sms is None else count("num_sms", num_sms))
+    num_sms = device_sms(q.device) if num_sms is None else count("num_sms", num_sms)
+    partitions = shape.partitions(num_sms)
     if workspace is None:
         workspace = q.new_empty(shape.workspace_floats(partitions), dtype=torch.float32)
     return SparseCall(
@@ -87,6 +88,7 @@ def _library_call(
         lse,
         softmax_scale,
         partitions,
+        num_sms,
         empty_lse,
     )
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import random
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -76,7 +77,7 @@ def random_types(draw: random.Random) -> dict:
 
 def random_case(seed: int, index: int, device: str) -> Case:
     draw = random.Random(f"{seed} {index}")
-    return Case(
+    case = Case(
         lengths=random_lengths(draw, device),
         heads=draw.choice([8, 16, 32, 64, 128, *[draw.randint(1, MAX_HEADS)] * 5]),
         s_q=draw.choice([1, 1, 1, *range(1, MAX_QUERY_TOKENS + 1)]),
@@ -91,6 +92,10 @@ def random_case(seed: int, index: int, device: str) -> Case:
         **random_types(draw),
         groups=draw.random() < 0.5,
     )
+    if case.kv_torch_dtype == torch.float16:  # the tiles of such a cache are copied whole
+        layout = "dense" if case.cache_layout == "apart" else case.cache_layout
+        case = replace(case, page_size=-(-case.page_size // 64) * 64, cache_layout=layout)
+    return case
 
 
 def run_case(case: Case, device: str) -> list[str]:

@@ -23,7 +23,7 @@ using tvm::ffi::Map;
 using tvm::ffi::String;
 using tvm::ffi::Tuple;
 
-constexpr int64_t kAbiVersion = 13;
+constexpr int64_t kAbiVersion = 14;
 
 // Makes the tensors' device current for the launches of one call.
 class DeviceGuard {
@@ -79,8 +79,23 @@ void on_device(const char* name, DLDevice device, Launch&& launch) {
   }
 }
 
-void schedule(const TensorView& seq_lens, const TensorView& work_ranges, const TensorView& split_offsets,
-              int64_t partitions, int64_t fixed_pieces, int64_t split_rows, int64_t piece_cost, int64_t single_tiles) {
+// fixed_splits: the most of a request where its length alone decides, and then the next three mean nothing; 0: the batch does.
+#define ETAP_SCHEDULE_ARGUMENTS(ARGUMENT) \
+  ARGUMENT(TensorView, seq_lens)          \
+  ARGUMENT(TensorView, work_ranges)       \
+  ARGUMENT(TensorView, split_offsets)     \
+  ARGUMENT(int64_t, partitions)           \
+  ARGUMENT(int64_t, fixed_splits)         \
+  ARGUMENT(int64_t, split_rows)           \
+  ARGUMENT(int64_t, split_cost)           \
+  ARGUMENT(int64_t, single_tiles)
+
+struct ScheduleCall {
+  ETAP_SCHEDULE_ARGUMENTS(ETAP_MEMBER)
+};
+
+void build_schedule(const ScheduleCall& call) {
+  const TensorView &seq_lens = call.seq_lens, &work_ranges = call.work_ranges, &split_offsets = call.split_offsets;
   const DLDevice device = work_ranges.device();
   check_tensor("work_ranges", work_ranges, kInt32, {{kAny, "num_sms"}, {kWorkRangeFields}}, Layout::kContiguous, device);
   check_tensor("split_offsets", split_offsets, kInt32, {{kAny, "max_batch + 1"}}, Layout::kContiguous, device);
@@ -92,36 +107,29 @@ void schedule(const TensorView& seq_lens, const TensorView& work_ranges, const T
   check_contiguous("seq_lens", seq_lens);
   check_device("seq_lens", seq_lens, device);
   const int64_t batch = seq_lens.size(0);
-  check_at_least("partitions", partitions, 1);
-  check_at_least("work_ranges' size", work_ranges.size(0), partitions);
-  if (fixed_pieces > 1) check_at_least("partitions", partitions, batch * fixed_pieces);
+  check_at_least("partitions", call.partitions, 1);
+  check_at_least("work_ranges' size", work_ranges.size(0), call.partitions);
+  check_at_least("fixed_splits", call.fixed_splits, 0);
+  if (call.fixed_splits > 1) check_at_least("partitions", call.partitions, batch * call.fixed_splits);
+  const bool fixed = call.fixed_splits > 0;
+  if (!fixed) {
+    check_at_least("split_rows", call.split_rows, kCheapSplits);
+    check_at_least("split_cost", call.split_cost, 1);
+    check_at_least("single_tiles", call.single_tiles, 0);
+  }
   const ScheduleParams params{
       .seq_lens = static_cast<const int32_t*>(seq_lens.data_ptr()),
       .work_ranges = static_cast<WorkRange*>(work_ranges.data_ptr()),
       .split_offsets = static_cast<int32_t*>(split_offsets.data_ptr()),
       .batch = int32_t(batch),
-      .partitions = int32_t(partitions),
-      .fixed_pieces = int32_t(fixed_pieces),
-      .split_rows = int32_t(split_rows),
-      .piece_cost = int32_t(piece_cost),
-      .single_tiles = int32_t(single_tiles),
+      .partitions = int32_t(call.partitions),
+      .fixed_pieces = int32_t(call.fixed_splits),
+      .split_rows = int32_t(fixed ? kCheapSplits : call.split_rows),
+      .piece_cost = int32_t(fixed ? 1 : call.split_cost),
+      .single_tiles = int32_t(fixed ? 0 : call.single_tiles),
   };
   if (device.device_type == kDLCPU) return build_schedule_on_host(params);
   on_device("seq_lens", device, [&](cudaStream_t stream) { build_schedule_on_device(params, stream); });
-}
-
-void build_schedule(TensorView seq_lens, TensorView work_ranges, TensorView split_offsets, int64_t partitions,
-                    int64_t split_rows, int64_t piece_cost, int64_t single_tiles) {
-  check_at_least("split_rows", split_rows, kCheapSplits);
-  check_at_least("piece_cost", piece_cost, 1);
-  check_at_least("single_tiles", single_tiles, 0);
-  schedule(seq_lens, work_ranges, split_offsets, partitions, 0, split_rows, piece_cost, single_tiles);
-}
-
-void build_fixed_schedule(TensorView seq_lens, TensorView work_ranges, TensorView split_offsets, int64_t partitions,
-                          int64_t fixed_pieces) {
-  check_at_least("fixed_pieces", fixed_pieces, 1);
-  schedule(seq_lens, work_ranges, split_offsets, partitions, fixed_pieces, kCheapSplits, 1, 0);
 }
 
 void decode(const DecodeCall& call) {
@@ -130,19 +138,20 @@ void decode(const DecodeCall& call) {
   on_device("q", device, [&](cudaStream_t stream) {
     if (call.is_empty()) return;
     const DecodeParams params = decode_params(call);
-    const DecodeLaunch decode = prepare_decode(params, call.cache_type());
-    launch(decode, params, device.device_id, stream);
+    const DecodeKernel& kernel = kernel_of(call);
+    launch(prepare_decode(params, kernel, call.fp8_cache()), params, device.device_id, stream);
     if (params.partitions == 1) return;
     const void* const arguments[] = {&params};
-    launch_overlapping(prepare_combine(params, decode.lean_combination), arguments, device.device_id, stream);
+    launch_overlapping(prepare_combine(params, kernel.leaves_room, call.num_sms), arguments, device.device_id, stream);
   });
 }
 
 void check_decode(const DecodeCall& call) { check(call); }
 
-// Of a tensor map: address, type, swizzle, rank, extents, strides in bytes, box.
+// Of a tensor map: address, type, whether it fills with NaN, swizzle, rank, extents, strides in bytes, box.
 Array<int64_t> numbers(const MapShape& map) {
-  Array<int64_t> all{reinterpret_cast<int64_t>(map.data), int64_t(map.type), int64_t(map.swizzle), int64_t(map.rank)};
+  Array<int64_t> all{reinterpret_cast<int64_t>(map.data), int64_t(map.type), int64_t(map.fills_nan),
+                     int64_t(map.swizzle), int64_t(map.rank)};
   for (int i = 0; i < map.rank; ++i) all.push_back(int64_t(map.extents[i]));
   for (int i = 0; i + 1 < map.rank; ++i) all.push_back(int64_t(map.strides[i]));
   for (int i = 0; i < map.rank; ++i) all.push_back(int64_t(map.box[i]));
@@ -172,23 +181,13 @@ Array<Launch> decode_launches(const DecodeCall& call) {
   Array<Launch> all;
   if (call.is_empty()) return all;
   const DecodeParams params = decode_params(call);
-  const DecodeLaunch decode = prepare_decode(params, call.cache_type());
+  const DecodeKernel& kernel = kernel_of(call);
+  const DecodeLaunch decode = prepare_decode(params, kernel, call.fp8_cache());
   all.push_back(launch_of(decode.kernel, params, decode));
   if (params.partitions > 1) {
-    all.push_back(launch_of<ResultParams>(prepare_combine(params, decode.lean_combination), params, {}));
+    all.push_back(launch_of<ResultParams>(prepare_combine(params, kernel.leaves_room, call.num_sms), params, {}));
   }
   return all;
-}
-
-template <auto kAction>
-auto with_call(TensorView q, Optional<TensorView> q_rope, TensorView kv_cache, Optional<TensorView> rope_cache,
-               Optional<TensorView> q_scale, Optional<TensorView> kv_scale, TensorView block_table, TensorView seq_lens,
-               TensorView work_ranges, TensorView split_offsets, TensorView workspace, TensorView out, TensorView lse,
-               double softmax_scale, int64_t planned_batch, int64_t planned_s_q, int64_t planned_heads, int64_t partitions,
-               int64_t row_tile, bool fp8_math, double empty_lse, bool early_loads) {
-  return kAction({q, q_rope, kv_cache, rope_cache, q_scale, kv_scale, block_table, seq_lens, work_ranges, split_offsets,
-                  workspace, out, lse, softmax_scale, planned_batch, planned_s_q, planned_heads, partitions, row_tile, fp8_math,
-                  empty_lse, early_loads});
 }
 
 // Whether a token is in several pieces, which the decode kernel does not sum itself.
@@ -204,10 +203,11 @@ void sparse_decode(const SparseCall& call) {
     const DecodeParams params = decode_params(call);
     const QueryMaps no_maps{};
     const void* const arguments[] = {&params, &no_maps, &no_maps};
-    KernelLaunch kernel = sparse::prepare(params, sparse::cluster_pieces(params));
-    if (kernel.cluster > 1 && !kernel.handles->clusters_fit(kernel, device.device_id)) kernel = sparse::prepare(params, 1);
+    KernelLaunch kernel = sparse::prepare(params, call.kernel(), sparse::cluster_pieces(params));
+    if (kernel.cluster > 1 && !kernel.handles->clusters_fit(kernel, device.device_id, stream)) kernel.cluster = 1;
     launch_overlapping(kernel, arguments, device.device_id, stream);
-    if (combines(params, kernel)) launch_overlapping(prepare_combine(params, false), arguments, device.device_id, stream);
+    if (!combines(params, kernel)) return;
+    launch_overlapping(prepare_combine(params, false, call.num_sms), arguments, device.device_id, stream);
   });
 }
 
@@ -226,36 +226,18 @@ Array<SparseLaunch> sparse_decode_launches(const SparseCall& call) {
     all.push_back(SparseLaunch(String(kernel.name), int64_t(kernel.blocks.x), int64_t(kernel.blocks.y), int64_t(kernel.cluster),
                                int64_t(kernel.threads), int64_t(kernel.shared_bytes), given));
   };
-  const KernelLaunch kernel = sparse::prepare(params, sparse::cluster_pieces(params));
+  const KernelLaunch kernel = sparse::prepare(params, call.kernel(), sparse::cluster_pieces(params));
   add(kernel, bytes_of(params));
-  if (combines(params, kernel)) add(prepare_combine(params, false), bytes_of<ResultParams>(params));
+  if (combines(params, kernel)) add(prepare_combine(params, false, call.num_sms), bytes_of<ResultParams>(params));
   return all;
 }
 
-template <auto kAction>
-auto with_sparse_call(TensorView q, Optional<TensorView> q_rope, TensorView kv_cache, TensorView indices,
-                      Optional<TensorView> block_table, Optional<TensorView> request_ids, Optional<TensorView> valid_counts,
-                      Optional<TensorView> extra_kv_cache, Optional<TensorView> extra_indices,
-                      Optional<TensorView> extra_block_table, Optional<TensorView> extra_valid_counts,
-                      Optional<TensorView> sinks, TensorView workspace, TensorView out, TensorView lse, double softmax_scale,
-                      int64_t partitions, double empty_lse) {
-  const Optional<TensorView> first_cache(kv_cache), first_indices(indices);
-  return kAction({q,
-                  q_rope,
-                  {{first_cache, first_indices, block_table, valid_counts,
-                    {"kv_cache", "indices", "block_table", "valid_counts"}},
-                   {extra_kv_cache, extra_indices, extra_block_table, extra_valid_counts,
-                    {"extra_kv_cache", "extra_indices", "extra_block_table", "extra_valid_counts"}}},
-                  request_ids, sinks, workspace, out, lse, softmax_scale, partitions, empty_lse});
-}
-
-// Kernel, row tile, row groups, floats of a piece's partial result, rows that a split is weighed by, tiles that a piece is taken
+// Row tile, row groups, floats of a piece's partial result, rows that a split is weighed by, tiles that a piece is taken
 // for beside its own, tiles of the longest request that may be cut into single ones.
-using Shape = Tuple<String, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t>;
+using Shape = Tuple<int64_t, int64_t, int64_t, int64_t, int64_t, int64_t>;
 
 Shape numbers(const DecodeShape& of) {
-  return Shape(String(name_of(of.kernel)), int64_t(of.row_tile), int64_t(of.row_groups), of.piece_floats, of.split_rows,
-               of.piece_cost, of.single_tiles);
+  return Shape(int64_t(of.row_tile), int64_t(of.row_groups), of.piece_floats, of.split_rows, of.piece_cost, of.single_tiles);
 }
 
 // batch: 0 for any.
@@ -309,19 +291,30 @@ Map<String, int64_t> constants() {
 
 int64_t abi_version() { return kAbiVersion; }
 
+// Kind and name of each argument of the functions that take a call.
+Map<String, Array<String>> arguments() {
+  return {{"build_schedule", {ETAP_SCHEDULE_ARGUMENTS(ETAP_TOLD)}},
+          {"decode", {ETAP_DECODE_ARGUMENTS(ETAP_TOLD)}},
+          {"sparse_decode", {ETAP_SPARSE_ARGUMENTS(ETAP_TOLD)}}};
+}
+
+using OfDecode = Bound<DecodeCall ETAP_DECODE_ARGUMENTS(ETAP_TYPE)>;
+using OfSparse = Bound<SparseArguments ETAP_SPARSE_ARGUMENTS(ETAP_TYPE)>;
+using OfSchedule = Bound<ScheduleCall ETAP_SCHEDULE_ARGUMENTS(ETAP_TYPE)>;
+
 }  // namespace
 }  // namespace etap
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(abi_version, etap::abi_version);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(build_fixed_schedule, etap::build_fixed_schedule);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(build_schedule, etap::build_schedule);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(check_decode, etap::with_call<etap::check_decode>);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(check_sparse_decode, etap::with_sparse_call<etap::check_sparse_decode>);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(arguments, etap::arguments);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(build_schedule, etap::OfSchedule::run<etap::build_schedule>);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(check_decode, etap::OfDecode::run<etap::check_decode>);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(check_sparse_decode, etap::OfSparse::run<etap::check_sparse_decode>);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(constants, etap::constants);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(decode, etap::with_call<etap::decode>);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(decode_launches, etap::with_call<etap::decode_launches>);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(decode, etap::OfDecode::run<etap::decode>);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(decode_launches, etap::OfDecode::run<etap::decode_launches>);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(decode_shape, etap::shape);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(sparse_decode, etap::with_sparse_call<etap::sparse_decode>);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(sparse_decode_launches, etap::with_sparse_call<etap::sparse_decode_launches>);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(sparse_decode, etap::OfSparse::run<etap::sparse_decode>);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(sparse_decode_launches, etap::OfSparse::run<etap::sparse_decode_launches>);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(sparse_decode_shape, etap::sparse_decode_shape);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(sparse_pieces, etap::sparse_pieces);

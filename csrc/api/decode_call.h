@@ -3,7 +3,7 @@
 
 #include <cmath>
 
-#include "api/checks.h"
+#include "api/arguments.h"
 #include "decode/launch.h"
 #include "decode/shape.h"
 
@@ -12,39 +12,44 @@ namespace etap {
 constexpr double kLog2E = 1.4426950408889634;
 constexpr int kWorkRangeFields = sizeof(WorkRange) / sizeof(int32_t);
 
-struct DecodeCall {
-  const TensorView& q;
-  const Optional<TensorView>& q_rope;
-  const TensorView& kv_cache;  // [pages, page_size, 576] or [pages, page_size, 1, 576]; 512 beside a rope_cache
-  const Optional<TensorView>& rope_cache;  // [pages, page_size, 64] or [pages, page_size, 1, 64]
-  const Optional<TensorView>& q_scale;
-  const Optional<TensorView>& kv_scale;
-  const TensorView& block_table;
-  const TensorView& seq_lens;
-  const TensorView& work_ranges;
-  const TensorView& split_offsets;
-  const TensorView& workspace;
-  const TensorView& out;
-  const TensorView& lse;
-  double softmax_scale;
-  // What the schedule was built for.
-  int64_t planned_batch;
-  int64_t planned_s_q;
-  int64_t planned_heads;
-  int64_t partitions;
-  int64_t row_tile;
-  bool fp8_math;
-  double empty_lse;
-  bool early_loads;
+// kv_cache: [pages, page_size, 576] or [pages, page_size, 1, 576], or 512 beside a rope_cache of as many. From batch to num_sms:
+// what the schedule was built for.
+#define ETAP_DECODE_ARGUMENTS(ARGUMENT)      \
+  ARGUMENT(TensorView, q)                    \
+  ARGUMENT(Optional<TensorView>, q_rope)     \
+  ARGUMENT(TensorView, kv_cache)             \
+  ARGUMENT(Optional<TensorView>, rope_cache) \
+  ARGUMENT(Optional<TensorView>, q_scale)    \
+  ARGUMENT(Optional<TensorView>, kv_scale)   \
+  ARGUMENT(TensorView, block_table)          \
+  ARGUMENT(TensorView, seq_lens)             \
+  ARGUMENT(TensorView, work_ranges)          \
+  ARGUMENT(TensorView, split_offsets)        \
+  ARGUMENT(TensorView, workspace)            \
+  ARGUMENT(TensorView, out)                  \
+  ARGUMENT(TensorView, lse)                  \
+  ARGUMENT(double, softmax_scale)            \
+  ARGUMENT(int64_t, batch)                   \
+  ARGUMENT(int64_t, s_q)                     \
+  ARGUMENT(int64_t, heads)                   \
+  ARGUMENT(int64_t, partitions)              \
+  ARGUMENT(int64_t, row_tile)                \
+  ARGUMENT(int64_t, num_sms)                 \
+  ARGUMENT(bool, fp8_math)                   \
+  ARGUMENT(double, empty_lse)                \
+  ARGUMENT(bool, early_loads)
 
-  int64_t batch() const { return q.size(0); }
-  int64_t s_q() const { return q.size(1); }
-  int64_t heads() const { return q.size(2); }
-  int64_t rows() const { return s_q() * heads(); }
-  bool is_empty() const { return batch() == 0 || rows() == 0; }
+struct DecodeCall {
+  ETAP_DECODE_ARGUMENTS(ETAP_MEMBER)
+
+  int64_t rows() const { return s_q * heads; }
+  bool is_empty() const { return batch == 0 || rows() == 0; }
   bool fp8_cache() const { return same(kv_cache.dtype(), kE4M3); }
-  CacheType cache_type() const { return {fp8_cache(), fp8_math}; }
-  DecodeShape shape() const { return shape_of(rows(), int32_t(row_tile), fp8_cache()); }
+  DecodeShape shape() const { return shape_of(rows(), int32_t(row_tile)); }
+  Operands operands() const {
+    if (fp8_cache()) return fp8_math ? Operands::kFp8Math : Operands::kFp8;
+    return same(q.dtype(), kFloat16) ? Operands::kFp16 : Operands::kBf16;
+  }
 };
 
 // What the types of queries, cache and result may be together.
@@ -128,10 +133,10 @@ inline void check_row_tile(int64_t row_tile) {
 }
 
 inline void check_schedule(const DecodeCall& call) {
-  if (call.planned_batch != call.batch() || call.planned_s_q != call.s_q() || call.planned_heads != call.heads()) {
-    TVM_FFI_THROW(ValueError) << "schedule: wanted one for q's batch " << call.batch() << ", s_q " << call.s_q() << ", "
-                              << call.heads() << " heads, got batch " << call.planned_batch << ", s_q " << call.planned_s_q
-                              << ", " << call.planned_heads << " heads";
+  const TensorView& q = call.q;
+  if (call.batch != q.size(0) || call.s_q != q.size(1) || call.heads != q.size(2)) {
+    TVM_FFI_THROW(ValueError) << "schedule: wanted one for q's batch " << q.size(0) << ", s_q " << q.size(1) << ", " << q.size(2)
+                              << " heads, got batch " << call.batch << ", s_q " << call.s_q << ", " << call.heads << " heads";
   }
   const DLDevice device = call.q.device();
   for (const TensorView* tensor : {&call.work_ranges, &call.split_offsets}) {
@@ -142,8 +147,9 @@ inline void check_schedule(const DecodeCall& call) {
   }
   check_tensor("work_ranges", call.work_ranges, kInt32, {{kAny, "partitions"}, {kWorkRangeFields}}, Layout::kContiguous, device);
   check_tensor("split_offsets", call.split_offsets, kInt32, {{kAny, "batch + 1"}}, Layout::kContiguous, device);
-  check_at_least("split_offsets' size", call.split_offsets.size(0), call.batch() + 1);
+  check_at_least("split_offsets' size", call.split_offsets.size(0), call.batch + 1);
   check_at_least("partitions", call.partitions, 1);
+  check_at_least("num_sms", call.num_sms, 1);
   check_row_tile(call.row_tile);
   check_at_least("work_ranges' size", call.work_ranges.size(0), call.partitions);
 }
@@ -168,37 +174,6 @@ inline void check_numbers(double softmax_scale, double empty_lse) {
   if (!std::isinf(empty_lse)) TVM_FFI_THROW(ValueError) << "empty_lse: wanted -inf or inf, got " << empty_lse;
 }
 
-// Every refusal of a call that can be made without reading what its tensors hold.
-inline void check(const DecodeCall& call) {
-  const bool rope_apart = call.q_rope.has_value();
-  check_shape("q", call.q, {{kAny, "batch"}, {kAny, "s_q"}, {kAny, "heads"}, {rope_apart ? kLatentDim : kHeadDim}});
-  const int64_t batch = call.batch(), s_q = call.s_q(), heads = call.heads();
-  const DLDevice device = call.q.device();
-  check_types(call);
-  check_rows("q", call.q);
-  if (rope_apart) {
-    const std::initializer_list<Size> shape{{batch}, {s_q}, {heads}, {kRopeDim}};
-    check_tensor("q_rope", call.q_rope.value(), call.q.dtype(), shape, Layout::kRows, device, " like q");
-  }
-  check_schedule(call);
-  check_numbers(call.softmax_scale, call.empty_lse);
-  check_scale("q_scale", call.q_scale, "q", call.q);
-  check_scale("kv_scale", call.kv_scale, "kv_cache", call.kv_cache);
-  check_caches(call, device);
-  check_tensor("block_table", call.block_table, kInt32, {{batch}, {kAny, "max_pages"}}, Layout::kLastStride, device);
-  check_tensor("seq_lens", call.seq_lens, kInt32, {{batch}}, Layout::kContiguous, device);
-  const DLDataType out_type = call.out.dtype();  // see check_types
-  check_tensor("out", call.out, out_type, {{batch}, {s_q}, {heads}, {kLatentDim}}, Layout::kContiguous, device);
-  check_aligned("out", call.out);
-  check_tensor("lse", call.lse, kFloat32, {{batch}, {s_q}, {heads}}, Layout::kContiguous, device);
-  check_workspace(call.workspace, device, call.shape(), call.partitions);
-  check_apart({extent("out", call.out), extent("lse", call.lse), extent("workspace", call.workspace)},
-              {extent("q", call.q), extent("q_rope", call.q_rope), extent("kv_cache", call.kv_cache),
-               extent("rope_cache", call.rope_cache), extent("block_table", call.block_table),
-               extent("seq_lens", call.seq_lens), extent("work_ranges", call.work_ranges),
-               extent("split_offsets", call.split_offsets)});
-}
-
 inline const int32_t* integers(const TensorView& tensor) { return static_cast<const int32_t*>(tensor.data_ptr()); }
 
 inline PagedCache paged_cache(const DecodeCall& call) {
@@ -216,6 +191,51 @@ inline PagedCache paged_cache(const DecodeCall& call) {
       .pages = int32_t(latent.size(0)),
       .page_size = int32_t(latent.size(1)),
   };
+}
+
+inline const DecodeKernel& kernel_of(Operands operands, int64_t row_tile, bool whole_tiles) {
+  const DecodeKernel* const kernel = find_kernel(operands, int(row_tile), whole_tiles);
+  if (kernel != nullptr) return *kernel;
+  TVM_FFI_THROW(ValueError) << "kv_cache: " << no_kernel(operands, int(row_tile), whole_tiles)
+                            << "; tiles are whole in pages of a multiple of 64 tokens whose rope columns follow the latent ones";
+  TVM_FFI_UNREACHABLE();
+}
+
+inline const DecodeKernel& kernel_of(const DecodeCall& call) {
+  const KeyLoad load = key_load_of(paged_cache(call), call.fp8_cache());
+  return kernel_of(call.operands(), call.row_tile, load == KeyLoad::kTiles);
+}
+
+// Every refusal of a call that can be made without reading what its tensors hold.
+inline void check(const DecodeCall& call) {
+  const bool rope_apart = call.q_rope.has_value();
+  check_shape("q", call.q, {{kAny, "batch"}, {kAny, "s_q"}, {kAny, "heads"}, {rope_apart ? kLatentDim : kHeadDim}});
+  const int64_t batch = call.q.size(0), s_q = call.q.size(1), heads = call.q.size(2);
+  const DLDevice device = call.q.device();
+  check_types(call);
+  check_rows("q", call.q);
+  if (rope_apart) {
+    const std::initializer_list<Size> shape{{batch}, {s_q}, {heads}, {kRopeDim}};
+    check_tensor("q_rope", call.q_rope.value(), call.q.dtype(), shape, Layout::kRows, device, " like q");
+  }
+  check_schedule(call);
+  check_numbers(call.softmax_scale, call.empty_lse);
+  check_scale("q_scale", call.q_scale, "q", call.q);
+  check_scale("kv_scale", call.kv_scale, "kv_cache", call.kv_cache);
+  check_caches(call, device);
+  kernel_of(call);  // there is one
+  check_tensor("block_table", call.block_table, kInt32, {{batch}, {kAny, "max_pages"}}, Layout::kLastStride, device);
+  check_tensor("seq_lens", call.seq_lens, kInt32, {{batch}}, Layout::kContiguous, device);
+  const DLDataType out_type = call.out.dtype();  // see check_types
+  check_tensor("out", call.out, out_type, {{batch}, {s_q}, {heads}, {kLatentDim}}, Layout::kContiguous, device);
+  check_aligned("out", call.out);
+  check_tensor("lse", call.lse, kFloat32, {{batch}, {s_q}, {heads}}, Layout::kContiguous, device);
+  check_workspace(call.workspace, device, call.shape(), call.partitions);
+  check_apart({extent("out", call.out), extent("lse", call.lse), extent("workspace", call.workspace)},
+              {extent("q", call.q), extent("q_rope", call.q_rope), extent("kv_cache", call.kv_cache),
+               extent("rope_cache", call.rope_cache), extent("block_table", call.block_table),
+               extent("seq_lens", call.seq_lens), extent("work_ranges", call.work_ranges),
+               extent("split_offsets", call.split_offsets)});
 }
 
 // What dense and sparse calls say in the same words. A sparse call's tokens are the requests, q has no dimension for them.
@@ -249,7 +269,7 @@ DecodeParams common_params(const Call& call, int64_t partitions) {
   params.q_rope_stride_token = head > 1 ? rope.stride(1) : 0;
   params.q_rope_stride_head = rope.stride(head);
   params.s_q = int32_t(head > 1 ? call.q.size(1) : 1);
-  params.heads = int32_t(call.heads());
+  params.heads = int32_t(call.q.size(head));
   params.scale_log2 = float(call.softmax_scale * kLog2E);
   params.query_type = same(call.q.dtype(), kBFloat16)  ? QueryType::kBFloat16
                       : same(call.q.dtype(), kFloat16) ? QueryType::kFloat16
@@ -261,7 +281,6 @@ inline DecodeParams decode_params(const DecodeCall& call) {
   const auto scale = [](const Optional<TensorView>& one) {
     return one.has_value() ? static_cast<const float*>(one.value().data_ptr()) : nullptr;
   };
-  const DecodeShape shape = call.shape();
   DecodeParams params = common_params(call, call.partitions);
   params.block_table = integers(call.block_table);
   params.block_table_stride = call.block_table.stride(0);
@@ -273,11 +292,9 @@ inline DecodeParams decode_params(const DecodeCall& call) {
   params.out_stride_row = kLatentDim;
   params.kv_scale = scale(call.kv_scale);
   params.q_scale = scale(call.q_scale);
-  params.rows_on_lanes = shape.kernel == DecodeKernelKind::kQueryMajor;
-  params.paired_dims = shape.kernel == DecodeKernelKind::kTransposedFp8;
-  params.half_partials = call.fp8_math && shape.row_tile == kMaxRowTile;
   params.cache = paged_cache(call);
-  choose_key_load(params, call.cache_type());
+  choose_key_load(params, call.fp8_cache());
+  params.partials = kernel_of(call).partials;
   params.early_loads = call.early_loads && params.key_load == KeyLoad::kTiles;
   return params;
 }

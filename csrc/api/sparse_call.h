@@ -2,7 +2,7 @@
 #pragma once
 
 #include "api/decode_call.h"
-#include "decode/sparse/launch.h"
+#include "decode/listed_launch.h"
 #include "decode/cta/token_splits.h"
 
 namespace etap {
@@ -29,25 +29,50 @@ struct ListArguments {
   int64_t row() const { return kv_cache.value().size(kv_cache.value().ndim() - 1); }
 };
 
-struct SparseCall {
-  const TensorView& q;
-  const Optional<TensorView>& q_rope;
+#define ETAP_SPARSE_ARGUMENTS(ARGUMENT)             \
+  ARGUMENT(TensorView, q)                           \
+  ARGUMENT(Optional<TensorView>, q_rope)            \
+  ARGUMENT(TensorView, kv_cache)                    \
+  ARGUMENT(TensorView, indices)                     \
+  ARGUMENT(Optional<TensorView>, block_table)       \
+  ARGUMENT(Optional<TensorView>, request_ids)       \
+  ARGUMENT(Optional<TensorView>, valid_counts)      \
+  ARGUMENT(Optional<TensorView>, extra_kv_cache)    \
+  ARGUMENT(Optional<TensorView>, extra_indices)     \
+  ARGUMENT(Optional<TensorView>, extra_block_table) \
+  ARGUMENT(Optional<TensorView>, extra_valid_counts) \
+  ARGUMENT(Optional<TensorView>, sinks)             \
+  ARGUMENT(TensorView, workspace)                   \
+  ARGUMENT(TensorView, out)                         \
+  ARGUMENT(TensorView, lse)                         \
+  ARGUMENT(double, softmax_scale)                   \
+  ARGUMENT(int64_t, partitions)                     \
+  ARGUMENT(int64_t, num_sms)                        \
+  ARGUMENT(double, empty_lse)
+
+struct SparseArguments {
+  ETAP_SPARSE_ARGUMENTS(ETAP_MEMBER)
+};
+
+struct SparseCall : SparseArguments {
+  const Optional<TensorView> first_kv_cache, first_indices;
   const ListArguments lists[2];
-  const Optional<TensorView>& request_ids;
-  const Optional<TensorView>& sinks;
-  const TensorView& workspace;
-  const TensorView& out;
-  const TensorView& lse;
-  double softmax_scale;
-  int64_t partitions;
-  double empty_lse;
+
+  SparseCall(const SparseArguments& given)
+      : SparseArguments(given),
+        first_kv_cache(given.kv_cache),
+        first_indices(given.indices),
+        lists{{first_kv_cache, first_indices, given.block_table, given.valid_counts,
+               {"kv_cache", "indices", "block_table", "valid_counts"}},
+              {given.extra_kv_cache, given.extra_indices, given.extra_block_table, given.extra_valid_counts,
+               {"extra_kv_cache", "extra_indices", "extra_block_table", "extra_valid_counts"}}} {}
+  SparseCall(const SparseCall&) = delete;  // its lists refer to it
 
   int64_t tokens() const { return q.size(0); }
   int64_t heads() const { return q.size(1); }
   int64_t rows() const { return heads(); }
   bool is_empty() const { return tokens() == 0 || heads() == 0; }
-  const TensorView& kv_cache() const { return lists[0].kv_cache.value(); }
-  bool fp8_cache() const { return !same(kv_cache().dtype(), kBFloat16); }
+  bool fp8_cache() const { return !same(kv_cache.dtype(), kBFloat16); }
   RowFormat format() const {
     if (!fp8_cache()) return RowFormat::kBFloat16;
     return lists[0].row() == kV4RowBytes ? RowFormat::kPageScaledFp8 : RowFormat::kScaledFp8;
@@ -55,6 +80,10 @@ struct SparseCall {
   // Whether rows have a rope part behind the latent one; queries have one then. V4's is of the latent one's columns.
   bool rope() const { return lists[0].row() == (fp8_cache() ? kFp8RowBytes : kHeadDim); }
   DecodeShape shape() const { return sparse_shape(heads()); }
+  const DecodeKernel& kernel() const {
+    const int row_tile = shape().row_tile;
+    return kernel_of(sparse::operands(format(), rope(), row_tile), row_tile, true);
+  }
   int64_t most_tiles() const { return lists[0].tiles() + lists[1].tiles(); }
   TokenDivision division() const { return sparse::divide(tokens(), most_tiles(), partitions, shape().row_tile < kMaxRowTile); }
 };
@@ -139,9 +168,9 @@ inline void check_extra(const SparseCall& call) {
   }
   const TensorView& cache = extra.kv_cache.value();
   check_sparse_cache(extra.names.kv_cache, cache, call.q.device());
-  if (extra.row() != first.row() || element_bytes(cache.dtype()) != element_bytes(call.kv_cache().dtype())) {
+  if (extra.row() != first.row() || element_bytes(cache.dtype()) != element_bytes(call.kv_cache.dtype())) {
     TVM_FFI_THROW(ValueError) << extra.names.kv_cache << ": wanted rows like kv_cache's, " << first.row() << " of "
-                              << text(call.kv_cache().dtype()) << ", got " << extra.row() << " of " << text(cache.dtype());
+                              << text(call.kv_cache.dtype()) << ", got " << extra.row() << " of " << text(cache.dtype());
   }
   check_list(call, extra);
 }
@@ -193,11 +222,12 @@ inline void check_queries(const SparseCall& call) {
 // Every refusal of a call that can be made without reading what its tensors hold.
 inline void check(const SparseCall& call) {
   const DLDevice device = call.q.device();
-  check_sparse_cache("kv_cache", call.kv_cache(), device);
+  check_sparse_cache("kv_cache", call.kv_cache, device);
   check_queries(call);
   const int64_t tokens = call.tokens(), heads = call.heads();
   check_numbers(call.softmax_scale, call.empty_lse);
   check_at_least("partitions", call.partitions, 1);
+  check_at_least("num_sms", call.num_sms, 1);
   check_indices(call);
   check_sinks(call);
   check_tensor("out", call.out, kBFloat16, {{tokens}, {heads}, {kLatentDim}}, Layout::kRows, device, " like q");
@@ -245,20 +275,18 @@ inline SparseParams sparse_params(const SparseCall& call, int64_t partitions) {
   return {
       .lists = {row_list(call.lists[0]), row_list(call.lists[1])},
       .format = call.format(),
-      .row_bytes = int32_t(call.lists[0].row() * element_bytes(call.kv_cache().dtype())),
+      .row_bytes = int32_t(call.lists[0].row() * element_bytes(call.kv_cache.dtype())),
       .request_ids = integers(call.request_ids),
       .partition_tiles = int32_t(sparse::divide_up(call.tokens() * call.most_tiles(), partitions)),
   };
 }
 
 inline DecodeParams decode_params(const SparseCall& call) {
-  const bool scaled = sparse::consumers_convert(call.format(), call.shape().row_tile);
   const TokenDivision division = call.division();
   DecodeParams params = common_params(call, division.partitions);
   if (!call.rope()) params.q_rope = nullptr;
   params.parts_per_page = 1;
-  params.rows_on_lanes = call.shape().kernel == DecodeKernelKind::kQueryMajor && !scaled;
-  params.paired_dims = scaled;
+  params.partials = call.kernel().partials;
   params.sinks = call.sinks.has_value() ? static_cast<const float*>(call.sinks.value().data_ptr()) : nullptr;
   params.division = division;
   params.sparse = sparse_params(call, division.partitions);

@@ -6,8 +6,8 @@
 
 namespace etap {
 
-// The launch of the kernel that merges the partial results behind a decode kernel of the same parameters. lean: in the form that
-// needs few registers, whose bits may be others.
-KernelLaunch prepare_combine(const ResultParams& params, bool lean);
+// The launch of the kernel that merges the partial results behind a decode kernel of the same parameters. leaves_room: that kernel
+// leaves a block of this one room. num_sms: those that the calls are planned for, which tell how many tensor cores the GPU has.
+KernelLaunch prepare_combine(const ResultParams& params, bool leaves_room, int64_t num_sms);
 
 }  // namespace etap

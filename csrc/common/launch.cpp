@@ -37,6 +37,16 @@ CUlaunchConfig launch_config(const KernelLaunch& kernel, CUlaunchAttribute (&att
   return config;
 }
 
+// A number for the context whose SMs a stream's kernels run on, with many bits that differ in its upper half.
+uint64_t context_of(CUstream stream) {
+  static const auto ask = reinterpret_cast<PFN_cuStreamGetCtx_v12050>(driver_function("cuStreamGetCtx", 12050));
+  CUcontext context = nullptr;
+  CUgreenCtx green = nullptr;
+  check_driver(ask(stream, &context, &green), "cuStreamGetCtx");
+  const auto address = green != nullptr ? reinterpret_cast<uintptr_t>(green) : reinterpret_cast<uintptr_t>(context);
+  return uint64_t(address) * 0x9e3779b97f4a7c15;
+}
+
 }  // namespace
 
 void* driver_function(const char* name, unsigned version) {
@@ -58,21 +68,25 @@ CUfunction KernelHandles::of(const KernelLaunch& kernel, int device) {
   return handle;
 }
 
-bool KernelHandles::clusters_fit(const KernelLaunch& kernel, int device) {
+bool KernelHandles::clusters_fit(const KernelLaunch& kernel, int device, cudaStream_t stream) {
+  constexpr uint64_t kMostClusters = (1 << 12) - 1;
   int size = 0;
   while (1 << size < kernel.cluster) ++size;
-  std::atomic<int>& known = clusters_[device % kDevices][size];
-  int clusters = known.load(std::memory_order_relaxed) - 1;
-  if (clusters < 0) {
+  std::atomic<uint64_t>& known = clusters_[device % kDevices][size];
+  const uint64_t context = context_of(stream) & ~kMostClusters, last = known.load(std::memory_order_relaxed);
+  uint64_t clusters = last & kMostClusters;
+  if (last == 0 || (last & ~kMostClusters) != context) {
     static const auto ask =
         reinterpret_cast<PFN_cuOccupancyMaxActiveClusters_v11070>(driver_function("cuOccupancyMaxActiveClusters", 11070));
     CUlaunchAttribute attributes[kMostAttributes];
-    CUlaunchConfig config = launch_config(kernel, attributes, nullptr);
+    CUlaunchConfig config = launch_config(kernel, attributes, stream);
     config.numAttrs = 1;  // how launches overlap says nothing of room
-    check_driver(ask(&clusters, of(kernel, device), &config), "cuOccupancyMaxActiveClusters");
-    known.store(clusters + 1, std::memory_order_relaxed);
+    int found = 0;
+    check_driver(ask(&found, of(kernel, device), &config), "cuOccupancyMaxActiveClusters");
+    clusters = uint64_t(found);
+    known.store(context | clusters, std::memory_order_relaxed);
   }
-  return int64_t(clusters) * kernel.cluster >= kernel.blocks.x;
+  return clusters * kernel.cluster >= kernel.blocks.x;
 }
 
 void launch_overlapping(const KernelLaunch& kernel, const void* const* arguments, int device, cudaStream_t stream) {

@@ -17,19 +17,19 @@ void* driver_function(const char* name, unsigned version);
 struct KernelLaunch;
 
 // What the driver calls a kernel, one handle a device. The runtime would look it up, by the function's address, in every
-// launch: 0.4 us, of which a decode call has two.
+// launch: 0.4 us, of which a decode call has two. A green context shares its device's.
 class KernelHandles {
  public:
   // Grants the shared memory the first time. device: the current one.
   CUfunction of(const KernelLaunch& kernel, int device);
-  // Whether the GPU has room for all of a launch's clusters at once, which its SMs may be too few or too scattered for. Asked
-  // of the driver once for each size of them.
-  bool clusters_fit(const KernelLaunch& kernel, int device);
+  // Whether there is room for all of a launch's clusters at once, which the SMs of the GPU, or of the stream's green context, may be
+  // too few or too scattered for. The driver is asked again where the context is another than the last call's of that size.
+  bool clusters_fit(const KernelLaunch& kernel, int device, cudaStream_t stream);
 
  private:
   static constexpr int kDevices = 64, kClusterSizes = 4;  // powers of two
   std::atomic<CUfunction> of_device_[kDevices] = {};
-  std::atomic<int> clusters_[kDevices][kClusterSizes] = {};  // at once, and 1; 0: not yet known
+  std::atomic<uint64_t> clusters_[kDevices][kClusterSizes] = {};  // at once, below the context; 0: not yet known
 };
 
 struct KernelLaunch {

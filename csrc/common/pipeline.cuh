@@ -53,33 +53,39 @@ CUTE_DEVICE void each_of_warp(int warp, Of&& of) {
   }
 }
 
-// A wait that traps reads the clock after this many tries, and traps when the clock's upper half has gone up this often: after 9 to
+// A wait that traps looks at the clock after this many tries, and traps when the clock's upper half has gone up this often: after 9 to
 // 11 seconds at 1.98 GHz.
-constexpr uint32_t kTriesPerLook = 256;
+constexpr int kFirstTries = 256;
 constexpr uint32_t kTrapTicks = 5;
 
 // Waits for a phase of a barrier. A deadlock ends in a trap, which the host sees as a failed launch, instead of holding the GPU for
-// ever. A wait that traps takes registers and instructions, so kTraps names the waits that do: one that every deadlock reaches
-// suffices. Time counts from the predecessor's end, which may take as long as it likes. In debug builds every wait counts its
-// tries.
+// ever. A wait that traps takes a register and instructions, so kTraps names the waits that do: one that every deadlock reaches
+// suffices. Time counts from the predecessor's end, which may take as long as it likes: what such a wait waits for comes after it.
+// In debug builds every wait counts its tries.
 template <bool kTraps = false>
 CUTE_DEVICE void spin(Barrier& barrier, uint32_t parity) {
   const uint32_t address = cute::cast_smem_ptr_to_uint(&barrier);
-  [[maybe_unused]] uint32_t begin = 0;
-  [[maybe_unused]] bool followed = false;
-  for (uint32_t tries = 1; !ptx::mbarrier_try_wait(address, parity); ++tries) {
 #ifdef ETAP_SPIN_LIMIT
+  for (uint32_t tries = 1; !ptx::mbarrier_try_wait(address, parity); ++tries) {
     if (tries > ETAP_SPIN_LIMIT) __trap();
-#else
-    if (!kTraps || tries % kTriesPerLook != 0) continue;
-    if (tries == kTriesPerLook) begin = ptx::clock_high();
-    if (ptx::clock_high() - begin < kTrapTicks) continue;
-    if (followed) __trap();
-    cudaGridDependencySynchronize();
-    followed = true;
-    begin = ptx::clock_high();
-#endif
   }
+#else
+  if constexpr (kTraps) {
+    // One register at a time: first the tries, then the clock.
+#pragma unroll 1
+    for (int tries = kFirstTries; tries > 0; --tries) {
+      if (ptx::mbarrier_try_wait(address, parity)) return;
+    }
+    cudaGridDependencySynchronize();
+    const uint32_t begin = ptx::clock_high();
+    while (!ptx::mbarrier_try_wait(address, parity)) {
+      if (ptx::clock_high() - begin >= kTrapTicks) __trap();
+    }
+  } else {
+    while (!ptx::mbarrier_try_wait(address, parity)) {
+    }
+  }
+#endif
 }
 
 // A hardware barrier of part of a CTA, by number. It orders its threads' accesses to memory before and behind it. Debug builds sync

@@ -15,10 +15,32 @@ namespace etap {
 // Below every log2-sum-exp, and finite, so that a split that saw no token (-inf) weighs 0 and not NaN.
 constexpr float kNoSplit = -FLT_MAX;
 
-// Each step rounds as it is written, whatever the compiler makes of what surrounds it: the kernels' forms give the same bits.
+// How a lane holds a partial, four values at a time: see PartialLayout.
 //
-// What a lane holds of a partial: two neighbouring rows of the output (columns of O^T) and two value dims, 8 apart; or,
-// where the rows were on WGMMA's M (one_row), one row, of which the weights have two copies, and twice two value dims.
+// O^T, of which the lanes have two neighbouring rows of the output (columns of O^T) and two value dims. They are 8 apart or
+// neighbours, as params.partials says.
+template <class Vector_>
+struct OfColumns {
+  using Vector = Vector_;
+  static constexpr bool kOneRow = false;
+  static constexpr int kRowLanes = 4;  // that have different rows
+  CUTE_DEVICE static int row_lane() { return threadIdx.x % 4; }
+  CUTE_DEVICE static int row() { return row_lane() * 2; }  // of eight, the first
+};
+using Columns = OfColumns<float4>;
+using HalfColumns = OfColumns<uint2>;
+
+// O, of which they have one row, whose weights have two copies, and twice two value dims.
+struct Rows {
+  using Vector = float4;
+  static constexpr bool kOneRow = true;
+  static constexpr int kRowLanes = 8;
+  CUTE_DEVICE static int row_lane() { return threadIdx.x % kWarpSize / 4; }
+  CUTE_DEVICE static int row() { return row_lane(); }
+};
+
+// What a lane holds of a sum. Each step rounds as it is written, whatever the compiler makes of what surrounds it: the kernels' forms
+// give the same bits.
 struct Sum {
   float4 value = {0.0f, 0.0f, 0.0f, 0.0f};
 
@@ -46,18 +68,13 @@ struct Totals {
   }
 };
 
-// Of eight rows the one that a lane holds, or the first of its two.
-CUTE_DEVICE int row_of_lane(bool one_row) {
-  const int lane = threadIdx.x % kWarpSize;
-  return one_row ? lane / 4 : lane % 4 * 2;
-}
-
 // What a lane's two rows are multiplied with at last: 1 over the splits' sum, which is at least 1, that of the reference, or 0. An
 // attention sink is one more term of that sum. The rows are a token's heads.
-CUTE_DEVICE float2 last_scale(const ResultParams& params, bool one_row, const Totals& totals, int first_row) {
+template <class Form>
+CUTE_DEVICE float2 last_scale(const ResultParams& params, const Totals& totals, int first_row) {
   float2 sum = totals.sum;
   if (params.sinks != nullptr) {
-    const int low = first_row + row_of_lane(one_row), high = one_row ? low : low + 1;
+    const int low = first_row + Form::row(), high = Form::kOneRow ? low : low + 1;
     const auto term = [&](int row, float reference) { return ptx::ex2(__fmaf_rn(params.sinks[row], kLog2OfE, -reference)); };
     if (low < params.rows) sum.x = __fadd_rn(sum.x, term(low, totals.reference.x));
     if (high < params.rows) sum.y = __fadd_rn(sum.y, term(high, totals.reference.y));
@@ -66,52 +83,53 @@ CUTE_DEVICE float2 last_scale(const ResultParams& params, bool one_row, const To
 }
 
 // Write a lane's part of the result, two rows of it transposed between the lanes to rows of 8 value dims.
-CUTE_DEVICE void write_rows(const ResultParams& params, bool one_row, const Sum& sum, const Totals& totals, int request,
-                            int first_row, int dim) {
+template <class Form>
+CUTE_DEVICE void write_rows(const ResultParams& params, const Sum& sum, const Totals& totals, int request, int first_row, int dim) {
   const int lane = threadIdx.x % kWarpSize;
-  const float2 scale = last_scale(params, one_row, totals, first_row);
+  const float2 scale = last_scale<Form>(params, totals, first_row);
   const auto pack_out = [&](float a, float b) {
     return params.float16_out ? pack<cutlass::half_t>(a, b) : pack<cutlass::bfloat16_t>(a, b);
   };
   uint32_t low = pack_out(sum.value.x * scale.x, sum.value.y * scale.y);
   uint32_t high = pack_out(sum.value.z * scale.x, sum.value.w * scale.y);
-  if (!one_row) {
+  if constexpr (!Form::kOneRow) {
     low = ptx::movmatrix_trans(low);
     high = ptx::movmatrix_trans(high);
   }
   const int row = first_row + lane / 4;
   auto* out = static_cast<uint16_t*>(params.out) + dim;
   out += request * params.out_stride_batch + row * params.out_stride_row;
-  const bool paired = params.paired_dims;
+  const bool paired = !Form::kOneRow && params.partials != PartialLayout::kColumns;
   const uint2 dims = paired ? neighbouring_dims<true>(low, high) : neighbouring_dims<false>(low, high);
   if (row < params.rows) *reinterpret_cast<uint2*>(out + (paired ? lane_dim<true>(lane) : lane_dim<false>(lane))) = dims;
 }
 
-CUTE_DEVICE void write_lse(const ResultParams& params, bool one_row, const Totals& totals, int request, int first_row) {
+template <class Form>
+CUTE_DEVICE void write_lse(const ResultParams& params, const Totals& totals, int request, int first_row) {
   const int lane = threadIdx.x % kWarpSize;
-  const int row = first_row + (one_row ? lane / 4 : lane * 2);
+  const int row = first_row + (Form::kOneRow ? lane / 4 : lane * 2);
   float* lse = params.lse + int64_t(request) * params.rows + row;
   // A sum of 0 has the logarithm -inf. Asked of the sum instead, the compiler branches, and spills where registers are few.
   const auto natural = [&](float reference, float sum) {
     const float value = (reference + __log2f(sum)) * kLn2;
     return value == -INFINITY ? params.empty_lse : value;
   };
-  if ((one_row ? lane % 4 == 0 : lane < 4) && row < params.rows) lse[0] = natural(totals.reference.x, totals.sum.x);
-  if (!one_row && lane < 4 && row + 1 < params.rows) lse[1] = natural(totals.reference.y, totals.sum.y);
+  if ((Form::kOneRow ? lane % 4 == 0 : lane < 4) && row < params.rows) lse[0] = natural(totals.reference.x, totals.sum.x);
+  if (!Form::kOneRow && lane < 4 && row + 1 < params.rows) lse[1] = natural(totals.reference.y, totals.sum.y);
 }
 
-// Four values of a partial result: float32, or bfloat16 (see half_partials).
+// Four values of a partial result: float32, or bfloat16.
 CUTE_DEVICE float4 widened(float4 vector) { return vector; }
 CUTE_DEVICE float4 widened(uint2 vector) {
   const float2 low = unpack<cutlass::bfloat16_t>(vector.x), high = unpack<cutlass::bfloat16_t>(vector.y);
   return {low.x, low.y, high.x, high.y};
 }
 
-// Splits on their way, log-sum-exps and values, so that nothing waits for anything but memory.
-template <class Vector, int kAhead, int kTasks>
+// Splits on their way: log-sum-exps of the lane's rows, and values of kTasks tasks.
+template <class Form, int kAhead, int kTasks>
 struct Flight {
   float2 lse[kAhead];
-  Vector value[kAhead][kTasks];
+  typename Form::Vector value[kAhead][kTasks];
 
   CUTE_DEVICE void add_to(Totals& totals, Sum (&sums)[kTasks]) const {
     float2 maximum = lse[0];

@@ -1,8 +1,6 @@
 #include "decode/launch.h"
 
 #include <cudaTypedefs.h>
-#include <cutlass/float8.h>
-#include <cutlass/numeric_types.h>
 
 #include <algorithm>
 #include <cstring>
@@ -15,6 +13,7 @@ namespace etap {
 namespace {
 
 constexpr uint64_t kSwizzleBytes = 128;  // as wide as a chunk of columns
+constexpr uint64_t kElementBytes = 2;    // of all maps: TMA knows NaN of 16 bits, not of 8
 
 CUtensorMap encode(const MapShape& shape) {
   const cuuint32_t steps[5] = {1, 1, 1, 1, 1};
@@ -24,7 +23,8 @@ CUtensorMap encode(const MapShape& shape) {
   // Promotion to 256 bytes costs 6% of the bandwidth: rows are 1152 bytes, so it fetches across their ends.
   const CUresult status = encoder(
       &map, shape.type, shape.rank, const_cast<void*>(shape.data), shape.extents, shape.strides, shape.box, steps,
-      CU_TENSOR_MAP_INTERLEAVE_NONE, shape.swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+      CU_TENSOR_MAP_INTERLEAVE_NONE, shape.swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
+      shape.fills_nan ? CU_TENSOR_MAP_FLOAT_OOB_FILL_NAN_REQUEST_ZERO_FMA : CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (status != CUDA_SUCCESS) throw std::runtime_error("cuTensorMapEncodeTiled failed: " + std::to_string(int(status)));
   return map;
 }
@@ -51,39 +51,42 @@ const CUtensorMap& encoded(const MapShape& shape) {
 }
 
 MapShape map_shape(const void* data, CUtensorMapDataType type, std::initializer_list<uint64_t> extents,
-                   std::initializer_list<uint64_t> strides, std::initializer_list<uint32_t> box, uint64_t box_bytes) {
+                   std::initializer_list<uint64_t> strides, std::initializer_list<uint32_t> box, bool fills_nan) {
   MapShape shape{};
   shape.data = data;
   std::copy(extents.begin(), extents.end(), shape.extents);
   std::copy(strides.begin(), strides.end(), shape.strides);
   std::copy(box.begin(), box.end(), shape.box);
-  shape.rank = int32_t(extents.size());
+  shape.rank = int16_t(extents.size());
+  shape.fills_nan = fills_nan;
   shape.type = type;
-  shape.swizzle = box_bytes == kSwizzleBytes ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B;
+  shape.swizzle = shape.box[0] * kElementBytes == kSwizzleBytes ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B;
   return shape;
 }
 
 // TMA wants a stride even where there is nothing to step to, and there any will do.
 uint64_t stride_bytes(int64_t extent, int64_t bytes) { return extent == 1 ? 2 * kHeadDim : bytes; }
 
-void prepare_cache_maps(const DecodeKernel& kernel, const DecodeParams& params, uint64_t element_bytes, DecodeLaunch& to) {
+// A page that the cache lacks, inside of a request's length, is NaN: no number that could pass for a result.
+void prepare_cache_maps(const DecodeKernel& kernel, const DecodeParams& params, bool fp8, DecodeLaunch& to) {
+  constexpr uint64_t kColumns = kSwizzleBytes / kElementBytes;
   const PagedCache& cache = params.cache;
-  const auto tokens = uint64_t(cache.page_size), pages = uint64_t(cache.pages), columns = uint64_t(kernel.chunk_columns);
-  const auto box_tokens = uint32_t(params.part_tokens);
+  const auto tokens = uint64_t(cache.page_size), pages = uint64_t(cache.pages);
+  const auto box_tokens = uint32_t(params.part_tokens), rope_columns = uint32_t(fp8 ? kRopeDim / kElementBytes : kRopeDim);
   to.cache_map_count = kernel.rope_apart ? 2 : 1;
   to.cache_maps[0] = map_shape(
-      cache.latent, kernel.map_type, {columns, tokens, uint64_t(kernel.chunks), pages},
-      {stride_bytes(tokens, cache.latent_row_stride), columns * element_bytes, stride_bytes(pages, cache.latent_page_stride)},
-      {uint32_t(columns), box_tokens, uint32_t(kernel.copied_chunks), 1}, columns * element_bytes);
+      cache.latent, kernel.map_type, {kColumns, tokens, uint64_t(kernel.chunks), pages},
+      {stride_bytes(tokens, cache.latent_row_stride), kSwizzleBytes, stride_bytes(pages, cache.latent_page_stride)},
+      {kColumns, box_tokens, uint32_t(kernel.copied_chunks), 1}, true);
   if (!kernel.rope_apart) return;
   to.cache_maps[1] = map_shape(
-      cache.rope, kernel.map_type, {kRopeDim, tokens, pages},
-      {stride_bytes(tokens, cache.rope_row_stride), stride_bytes(pages, cache.rope_page_stride)}, {kRopeDim, box_tokens, 1},
-      kRopeDim * element_bytes);
+      cache.rope, kernel.map_type, {rope_columns, tokens, pages},
+      {stride_bytes(tokens, cache.rope_row_stride), stride_bytes(pages, cache.rope_page_stride)},
+      {rope_columns, box_tokens, 1}, true);
 }
 
 void prepare_query_maps(const DecodeKernel& kernel, const DecodeParams& params, DecodeLaunch& to) {
-  constexpr uint64_t kElementBytes = 2, kColumns = kRopeDim, kValueChunks = kLatentDim / kColumns;
+  constexpr uint64_t kColumns = kRopeDim, kValueChunks = kLatentDim / kColumns;
   const int box_heads = std::min(params.heads, params.row_tile);
   // A stride of 0 (an expanded tensor) is none that TMA knows; those of single heads, tokens or requests mean nothing.
   const auto known = [](int64_t extent, int64_t one, int64_t other) {
@@ -100,22 +103,12 @@ void prepare_query_maps(const DecodeKernel& kernel, const DecodeParams& params, 
         {kColumns, uint64_t(params.heads), uint64_t(params.s_q), chunks, uint64_t(params.batch)},
         {stride_bytes(params.heads, head * kElementBytes), stride_bytes(params.s_q, token * kElementBytes),
          kColumns * kElementBytes, stride_bytes(params.batch, request * kElementBytes)},
-        {kColumns, uint32_t(box_heads), uint32_t(params.row_tile / box_heads), uint32_t(chunks), 1}, kColumns * kElementBytes);
+        {kColumns, uint32_t(box_heads), uint32_t(params.row_tile / box_heads), uint32_t(chunks), 1}, false);
   };
   to.query_maps[0] =
       map(params.q, params.q_stride_head, params.q_stride_token, params.q_stride_batch, kValueChunks);
   to.query_maps[1] = map(params.q_rope, params.q_rope_stride_head, params.q_rope_stride_token, params.q_rope_stride_batch,
                          kRopeDim / kColumns);
-}
-
-DecodeKernel kernel_of(const DecodeParams& params, CacheType cache) {
-  const bool whole_tiles = params.key_load == KeyLoad::kTiles;
-  if (cache.fp8) {
-    return cache.fp8_math ? fp8_kernel<cutlass::float_e4m3_t>(params.row_tile, whole_tiles)
-                          : fp8_kernel<cutlass::half_t>(params.row_tile, whole_tiles);
-  }
-  return params.query_type == QueryType::kFloat16 ? sixteen_bit_kernel<cutlass::half_t>(params.row_tile, whole_tiles)
-                                                  : sixteen_bit_kernel<cutlass::bfloat16_t>(params.row_tile, whole_tiles);
 }
 
 }  // namespace
@@ -129,30 +122,30 @@ RowSteps row_steps(int64_t pages, int64_t page_stride, int64_t page_size, int64_
   return {uint32_t(unit), uint32_t(page / unit), uint32_t(row / unit)};
 }
 
-void choose_key_load(DecodeParams& params, CacheType type) {
-  const PagedCache& cache = params.cache;
-  const bool rows_whole = cache.rope == cache.latent + kLatentDim * (type.fp8 ? 1 : 2) &&
-                          cache.rope_page_stride == cache.latent_page_stride &&
-                          cache.rope_row_stride == cache.latent_row_stride;
-  const int part = part_tokens(cache.page_size);
-  params.part_tokens = part;
-  params.parts_per_page = cutlass::FastDivmod(cache.page_size / part);
-  params.latent_steps = row_steps(cache.pages, cache.latent_page_stride, cache.page_size, cache.latent_row_stride);
-  params.rope_steps = row_steps(cache.pages, cache.rope_page_stride, cache.page_size, cache.rope_row_stride);
+KeyLoad key_load_of(const PagedCache& cache, bool fp8_cache) {
   // Of an FP8 cache the rope part has a copy of its own in any case.
-  params.key_load = part == 1                                      ? KeyLoad::kRows
-                    : part == kTileTokens && (type.fp8 || rows_whole) ? KeyLoad::kTiles
-                                                                      : KeyLoad::kParts;
+  const bool rows_whole = fp8_cache || (cache.rope == cache.latent + kLatentDim * kElementBytes &&
+                                        cache.rope_page_stride == cache.latent_page_stride &&
+                                        cache.rope_row_stride == cache.latent_row_stride);
+  const int part = part_tokens(cache.page_size);
+  return part == 1 ? KeyLoad::kRows : part == kTileTokens && rows_whole ? KeyLoad::kTiles : KeyLoad::kParts;
 }
 
-DecodeLaunch prepare_decode(const DecodeParams& params, CacheType cache) {
-  const DecodeKernel kernel = kernel_of(params, cache);
+void choose_key_load(DecodeParams& params, bool fp8_cache) {
+  const PagedCache& cache = params.cache;
+  params.key_load = key_load_of(cache, fp8_cache);
+  params.part_tokens = part_tokens(cache.page_size);
+  params.parts_per_page = cutlass::FastDivmod(cache.page_size / params.part_tokens);
+  params.latent_steps = row_steps(cache.pages, cache.latent_page_stride, cache.page_size, cache.latent_row_stride);
+  params.rope_steps = row_steps(cache.pages, cache.rope_page_stride, cache.page_size, cache.rope_row_stride);
+}
+
+DecodeLaunch prepare_decode(const DecodeParams& params, const DecodeKernel& kernel, bool fp8_cache) {
   DecodeLaunch decode{};
   decode.kernel = kernel.launch;
   decode.kernel.blocks = dim3(params.partitions * params.row_groups);
-  decode.lean_combination = kernel.lean_combination;
-  if (params.key_load != KeyLoad::kRows) prepare_cache_maps(kernel, params, cache.fp8 ? 1 : 2, decode);
-  if (!cache.fp8) prepare_query_maps(kernel, params, decode);
+  if (params.key_load != KeyLoad::kRows) prepare_cache_maps(kernel, params, fp8_cache, decode);
+  if (!fp8_cache) prepare_query_maps(kernel, params, decode);
   return decode;
 }
 

@@ -1,5 +1,5 @@
-// The one answer to what a call's query rows mean for the host: which kernel decodes them, how many a CTA holds, in how
-// many groups, and how much of the workspace a piece's partial result takes.
+// The one answer to what a call's query rows mean for the host: how many a CTA holds, in how many groups, and how much of the
+// workspace a piece's partial result takes. Which kernel decodes them: decode/kernels.h.
 #pragma once
 
 #include <cstdint>
@@ -9,20 +9,7 @@
 
 namespace etap {
 
-enum class DecodeKernelKind : int32_t {
-  kTransposed,     // a 16-bit cache, tiles alternate between the consumers
-  kTransposedFp8,  // a cache of e4m3
-  kQueryMajor,     // a 16-bit cache, 64 rows on WGMMA's M
-};
-
-constexpr const char* name_of(DecodeKernelKind kind) {
-  return kind == DecodeKernelKind::kTransposed      ? "transposed"
-         : kind == DecodeKernelKind::kTransposedFp8 ? "transposed_fp8"
-                                                    : "query_major";
-}
-
 struct DecodeShape {
-  DecodeKernelKind kernel;
   int32_t row_tile;      // query rows that a CTA computes
   int32_t row_groups;    // CTAs that share a piece, each with another row tile of it
   int64_t piece_floats;  // a CTA's partial result of one piece: output rows and log-sum-exps
@@ -77,10 +64,10 @@ constexpr bool takes_small_groups(int64_t rows, const PlannedCalls& calls) {
 
 // Requests of at most so many tiles are cut into single ones where each has a partition; as measured on an H200. Where tensor cores
 // are few, none.
-constexpr int64_t single_tiles(DecodeKernelKind kernel, int32_t row_tile, const PlannedCalls& calls) {
+constexpr int64_t single_tiles(int32_t row_tile, const PlannedCalls& calls) {
   constexpr int64_t kFew = kShortTiles / 2;
-  if (few_tensor_cores(calls.num_sms) || kernel == DecodeKernelKind::kQueryMajor) return 0;
-  if (kernel == DecodeKernelKind::kTransposed) return row_tile <= kSmallGroup ? kShortTiles : kFew;
+  if (few_tensor_cores(calls.num_sms)) return 0;
+  if (!calls.fp8_cache) return row_tile <= kSmallGroup ? kShortTiles : row_tile < kMaxRowTile ? kFew : 0;
   if (row_tile < kSmallGroup) return 0;
   return row_tile == kMaxRowTile ? kShortTiles : row_tile > kSmallGroup || calls.fp8_math ? kFew : kFew / 2;
 }
@@ -94,27 +81,24 @@ constexpr int64_t piece_cost(int32_t row_tile, bool few_tensor_cores) {
 }
 
 // The rows in tiles of so many.
-constexpr DecodeShape shape_of(int64_t rows, int32_t row_tile, bool fp8_cache) {
-  const auto kernel = fp8_cache                 ? DecodeKernelKind::kTransposedFp8
-                      : row_tile == kMaxRowTile ? DecodeKernelKind::kQueryMajor
-                                                : DecodeKernelKind::kTransposed;
+constexpr DecodeShape shape_of(int64_t rows, int32_t row_tile) {
   const auto groups = int32_t(padded(rows, row_tile) / row_tile);
-  return {kernel, row_tile, groups, int64_t(row_tile) * (kLatentDim + 1), row_tile, piece_cost(row_tile, false), 0};
+  return {row_tile, groups, int64_t(row_tile) * (kLatentDim + 1), row_tile, piece_cost(row_tile, false), 0};
 }
 
 // As a schedule takes them. rows: query tokens * heads.
 constexpr DecodeShape decode_shape(int64_t rows, const PlannedCalls& calls) {
   const bool small = takes_small_groups(rows, calls);
-  DecodeShape shape = shape_of(rows, small ? kSmallGroup : least_row_tile(rows), calls.fp8_cache);
+  DecodeShape shape = shape_of(rows, small ? kSmallGroup : least_row_tile(rows));
   if (few_tensor_cores(calls.num_sms)) {
     shape.split_rows = kCheapSplits;
     shape.piece_cost = piece_cost(shape.row_tile, true);
   }
-  shape.single_tiles = single_tiles(shape.kernel, shape.row_tile, calls);
+  shape.single_tiles = single_tiles(shape.row_tile, calls);
   return shape;
 }
 
 // Of sparse attention, where the rows are a token's heads, whatever the caches.
-constexpr DecodeShape sparse_shape(int64_t heads) { return shape_of(heads, least_row_tile(heads), false); }
+constexpr DecodeShape sparse_shape(int64_t heads) { return shape_of(heads, least_row_tile(heads)); }
 
 }  // namespace etap

@@ -129,7 +129,8 @@ __device__ void write_splits(const Batch& batch, const Division& division, int64
   for_each_request([&](int r, int64_t pieces) {
     params.split_offsets[r] = int32_t(before);
     if (pieces <= 1) return;
-    WorkRange& entry = params.work_ranges[before >> kCountShift];
+    // Lengths that change meanwhile may have more split requests than were counted.
+    WorkRange& entry = params.work_ranges[min(int(before >> kCountShift), params.partitions - 1)];
     entry.split_request = r;
     entry.split_slot = int32_t(before);
     entry.split_pieces = int32_t(pieces);
@@ -143,7 +144,9 @@ __device__ __host__ void write_range(const ScheduleParams& params, const Divisio
   const bool next_whole = division.whole() && r < params.batch && place < division.begin(p);
   r += next_whole;
   const int64_t n = r < params.batch ? tiles_of(params.seq_lens[r]) : 0;
-  const int32_t tile = r < params.batch && !division.whole() ? int32_t(division.begin_tile(p, place, n)) : 0;
+  // `place` is of another n where lengths change meanwhile.
+  const bool within = r < params.batch && !division.whole();
+  const int32_t tile = within ? int32_t(std::min(division.begin_tile(p, place, n), n)) : 0;
   WorkRange& range = params.work_ranges[p];
   range.begin_request = r;
   range.begin_tile = tile;

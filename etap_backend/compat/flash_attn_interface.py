@@ -332,4 +332,4 @@ def _planned(layer: _Layer, lengths: Tensor, rows: int) -> BuiltSchedule:
         raise ValueError(f"scheduler_metadata: wanted {wanted}, got {list(metadata.shape)}")
     workspace = lengths.new_empty(shape.workspace_floats(partitions), dtype=torch.float32)
     ranges, offsets = metadata[:partitions], metadata[partitions:].flatten()
-    return BuiltSchedule(batch, 1, rows, partitions, shape.row_tile, ranges, offsets, workspace)
+    return BuiltSchedule(batch, 1, rows, partitions, shape.row_tile, num_sms, ranges, offsets, workspace)

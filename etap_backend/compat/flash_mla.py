@@ -488,13 +488,15 @@ def _planned(metadata, num_splits, q: Tensor, cache_seqlens: Tensor, config, fp8
         options = {"batch_invariant": config.enable_batch_invariant} | types
         return named(NAMES, plan, cache_seqlens, config.b, rows, q.device, **options)._replace(**sizes)
     _check_plan(work_ranges, split_offsets, config.b)
-    partitions, shape = work_ranges.shape[0], decode_shape(rows, sms_of(q.device))
+    partitions, num_sms = work_ranges.shape[0], sms_of(q.device)
+    shape = decode_shape(rows, num_sms)
     if workspace is None:
         workspace = q.new_empty(shape.workspace_floats(partitions), dtype=torch.float32)
     return BuiltSchedule(
         **sizes,
         partitions=partitions,
         row_tile=row_tile or shape.row_tile,
+        num_sms=num_sms,
         work_ranges=work_ranges,
         split_offsets=split_offsets,
         workspace=workspace,

@@ -268,7 +268,7 @@ def decode(call: SparseCall) -> None:
     tiles = [lists.tiles(token) for token in range(tokens)]
     slot_floats = heads * PARTIAL_FLOATS
     slots = call.workspace[: call.workspace.numel() // slot_floats * slot_floats].view(-1, heads, PARTIAL_FLOATS)
-    _, row_tile, *_ = library().sparse_decode_shape(heads)
+    row_tile, *_ = library().sparse_decode_shape(heads)
     scaled = lists.scaled(row_tile)
     partials: dict[int, list[int]] = {}  # slots by token
 

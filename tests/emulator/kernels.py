@@ -32,7 +32,7 @@ from etap_backend.sparse import sparse_decode_shape
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 CSRC = ROOT / "csrc"
-DECODES = ("bf16", "fp16", "fp8", "fp8_math", "sparse", "sparse_fp8")
+DECODES = ("sixteen_bit", "fp8", "fp8_math", "lists_bf16", "lists_fp8")
 SOURCES = {
     **{name: CSRC / "decode" / "instantiations" / f"{name}.cu" for name in DECODES},
     "products": HERE / "products.cu",
@@ -51,7 +51,10 @@ SCHEDULE_THREADS = 256
 FAR = 1 << 28  # bytes on both sides of a tensor, a multiple of a page; none of them is ever touched
 SOFTMAX_SCALE = (LATENT_DIM + ROPE_DIM) ** -0.5  # of support.cases, which is not imported: `make` runs this file alone
 NO_MAPS = bytes(1)  # etap::sparse::NoMaps
-ELEMENT_BYTES = {0: 1, 6: 2, 9: 2}  # CUtensorMapDataType: UINT8, FLOAT16, BFLOAT16
+NAN = {
+    6: b"\x00\x7e",
+    9: b"\xc0\x7f",
+}  # by CUtensorMapDataType: FLOAT16, BFLOAT16; which one TMA fills with is not known
 
 
 # ------------------------------------------------------------------------------------------------------------ compiling
@@ -186,14 +189,15 @@ def late_for_decode(tensors: dict[str, torch.Tensor | None], s_q: int) -> np.nda
 
 def tensor_map(numbers: list[int]) -> TensorMap:
     """A tensor map from the numbers that the library gives for it."""
-    address, kind, swizzle, rank, *rest = numbers
+    address, kind, fills_nan, swizzle, rank, *rest = numbers
     extents, strides, box = rest[:rank], rest[rank : 2 * rank - 1], rest[2 * rank - 1 :]
-    return TensorMap(address, ELEMENT_BYTES[kind], tuple(extents), tuple(strides), tuple(box), swizzle=16 << swizzle)
+    fill = NAN[kind] if fills_nan else b"\0"
+    return TensorMap(address, len(NAN[kind]), tuple(extents), tuple(strides), tuple(box), 16 << swizzle, fill)
 
 
 def _combine_kernel(pretty_function: str) -> str:
     """Name of the combine kernel that a function launches; empty for other functions."""
-    found = re.search(r"(wide|narrow|lean)_launch", pretty_function)
+    found = re.search(r"(few|many)_launch", pretty_function)
     return f"{found[1]}_combine_kernel" if found else ""
 
 
@@ -262,7 +266,7 @@ def decode_tensors(problem, planned, runner) -> dict[str, torch.Tensor | None]:
 def decode_launches(case, planned, tensors, softmax_scale=SOFTMAX_SCALE, empty_lse=-math.inf, early_loads=False):
     """What the library launches for a call of a case with these tensors."""
     return library().decode_launches(
-        *tensors.values(), softmax_scale, *planned[:5], case.fp8_math, empty_lse, early_loads
+        *tensors.values(), softmax_scale, *planned[:6], case.fp8_math, empty_lse, early_loads
     )
 
 
@@ -296,7 +300,7 @@ def sparse_tensors(problem, runner) -> dict[str, torch.Tensor | None]:
 def sparse_launches(case, tensors: dict, empty_lse=-math.inf) -> list:
     """What the library launches for a call of a case with these tensors."""
     partitions = sparse_decode_shape(case.heads).partitions(case.num_sms)
-    return library().sparse_decode_launches(*tensors.values(), SOFTMAX_SCALE, partitions, empty_lse)
+    return library().sparse_decode_launches(*tensors.values(), SOFTMAX_SCALE, partitions, case.num_sms, empty_lse)
 
 
 class ScheduleParams(ctypes.Structure):

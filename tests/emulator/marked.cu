@@ -1,7 +1,7 @@
 // Decode kernels for a 16-bit cache, one of each form that copies whole tiles, and those that copy parts or gather rows, with
 // those for an FP8 cache, with the marks of common/mark.h.
 #define ETAP_MARKS
-#include "decode/launch.cuh"
+#include "decode/kernels.cuh"
 
 using etap::DecodeKernel, etap::describe;
 

@@ -108,7 +108,7 @@ def test_every_compiled_kernel_has_a_case():
         problem = build(case, "cpu")
         tensors = kernels.sparse_tensors(problem, SparseRunner(problem))
         found |= {kernels.find(launch[0], kernels.SHIPPED) for launch in kernels.sparse_launches(case, tensors)}
-    sources = ("sparse", "sparse_fp8")
+    sources = ("lists_bf16", "lists_fp8")
     assert found == {(source, name) for source in sources for name in kernels.module(source).names.values()}
 
 
@@ -318,7 +318,7 @@ TRANSPOSED = (
 )
 QUERY_MAJOR = (
     "published_sync launch_sync lists_wait other_rows_fence output_fence queries_sync queries_wait "
-    "rope_wait rows_arrival rows_commit rows_fence rows_room scores_wait"
+    "rope_wait rows_arrival rows_commit rows_fence rows_room scores_wait stage_release"
 )
 SCALED = (
     "launch_sync lists_wait probabilities_fence probabilities_sync products_sync queries_fence "

@@ -1,6 +1,6 @@
 """Kernels survive callers and predecessors on the stream that do what no engine should."""
 
-import math
+from collections import defaultdict
 from dataclasses import replace
 
 import kernels
@@ -12,6 +12,7 @@ from emulator.machine import TIMINGS, Cta, Warp
 from emulator.memory import Memory
 from emulator.ptx import LANES, EmulationError
 
+from etap_backend import DecodeSchedule
 from support.cases import Case, Runner, build
 from support.compare import problems_with, truth
 from support.covering import covering
@@ -21,6 +22,7 @@ pytestmark = kernels.NEEDS_COMPILER
 CACHES = {"bf16": {}, "fp8": {"kv_dtype": "fp8"}, "fp8_math": {"kv_dtype": "fp8", "fp8_math": True}}
 MOST_TOKENS = 2**31 - 128  # kMostTokens of csrc/params.h
 TILE = 64
+PATIENCE = 5  # kPatience of csrc/common/pipeline.cuh, in the upper half of the clock
 
 
 class GrowingLengths(Memory):
@@ -84,7 +86,7 @@ def test_a_scale_beside_one_that_comes_late_is_not_read_through_its_line(monkeyp
 @pytest.mark.parametrize("page_size", [1, 32, 64])
 @pytest.mark.parametrize("heads", [16, 64])
 def test_the_longest_lengths_have_a_last_tile(heads, page_size):
-    """A partition of the last two tiles: int32 holds all that is computed, and there is no page to read."""
+    """A partition of the last two tiles: int32 holds all that is computed, and there is no page: it is NaN."""
     problem = build(Case((192,), heads=heads, page_size=page_size, num_sms=1), "cpu")
     problem = replace(problem, seq_lens=torch.tensor([2**31 - 1], dtype=torch.int32))
     runner = Runner(problem)
@@ -92,13 +94,51 @@ def test_the_longest_lengths_have_a_last_tile(heads, page_size):
     planned.work_ranges[0, :5] = torch.tensor([0, MOST_TOKENS // TILE - 2, 1, 0, 0])
     out, lse = runner.out.tensor, runner.lse.tensor
     kernels.run_decode(problem, planned, runner)
-    assert out.eq(0).all()
-    torch.testing.assert_close(lse, torch.full_like(lse, math.log(2 * TILE)))
+    assert out.isnan().all() and lse.isnan().all()
+
+
+@covering(1, {
+    "kind": list(CACHES), "heads": [16, 64], "first, second": [(3, 20), (2, 3), (20, 3)], "fixed": [False, True],
+}, most=2)  # fmt: skip
+def test_a_plan_whose_schedule_was_built_again_since_touches_nothing_out_of_bounds(kind, heads, first, second, fixed):
+    """The result is wrong; every access lies in a tensor of the call, or this raises."""
+    problem = build(Case((300, 70, 130, 1) * 5, heads=heads, **CACHES[kind]), "cpu")
+    options = dict(num_sms=24, device="cpu", fp8_cache=kind != "bf16", fp8_math=kind == "fp8_math")
+    schedule = DecodeSchedule(20, heads, batch_invariant=fixed, **options)
+    rows = {name: getattr(problem, name)[:first] for name in ("q", "call_q", "block_table", "seq_lens")}
+    case = replace(problem.case, lengths=problem.case.lengths[:first], num_sms=24)
+    part = replace(problem, case=case, **rows)
+    runner = Runner(part)
+    stale = schedule.build(part.seq_lens)
+    schedule.build(problem.seq_lens[:second])
+    wanted = DecodeSchedule.workspace_floats(heads, 1, 24, max_batch=first, batch_invariant=fixed)
+    kernels.run_decode(part, stale._replace(workspace=schedule.workspace[:wanted]), runner)
+
+
+class FlippingLengths(Memory):
+    """Every other load of lengths finds them all of thousands of tiles, the others of one or none."""
+
+    def load(self, addresses, size):
+        lengths = next((data for *_, data, name in self._buffers if name == "seq_lens"), None)
+        begin = lengths.ctypes.data
+        if begin <= int(addresses[0]) < begin + lengths.size:
+            self.loads = getattr(self, "loads", 0) + 1
+            lengths.view(np.int32)[:] = 300_000 if self.loads % 3 == 0 else self.loads % 2
+        return super().load(addresses, size)
+
+
+@pytest.mark.parametrize("batch, fixed_splits", [(40, 0), (300, 0), (5, 0), (5, 4)])
+def test_lengths_that_change_while_a_schedule_is_built(batch, fixed_splits, monkeypatch):
+    """Ranges and splits are of no batch then; they lie in their buffers, and decode reads no tile before a request."""
+    monkeypatch.setattr(kernels, "Memory", FlippingLengths)
+    ranges, offsets = torch.zeros(24, 8, dtype=torch.int32), torch.zeros(batch + 1, dtype=torch.int32)
+    kernels.run_schedule(torch.zeros(batch, dtype=torch.int32), ranges, offsets, fixed_splits, 16, 2, 4)
+    assert ranges[:, :5].min() >= 0 and offsets.min() >= 0
 
 
 @pytest.mark.exhaustive
 def test_a_deadlock_ends_in_a_trap(monkeypatch):
-    """On a GPU nobody sees a deadlock: a producer's patience must end, and not before the predecessor has ended."""
+    """On a GPU nobody sees a deadlock: a producer's patience must end, one period behind the predecessor's end."""
 
     def nothing_happens(cta, stuck_at):
         cta.give_up = True
@@ -108,14 +148,21 @@ def test_a_deadlock_ends_in_a_trap(monkeypatch):
         return stuck_at
 
     def ticking(warp, name):
-        return np.full(LANES, warp.cta.steps // 1000, np.uint32) if name == "%clock_hi" else special(warp, name)
+        if name != "%clock_hi":
+            return special(warp, name)
+        clocks[warp.index].append(warp.cta.steps // 1000)
+        return np.full(LANES, clocks[warp.index][-1], np.uint32)
 
+    clocks = defaultdict(list)
     special, unblock = Warp.special, Cta._unblock
     monkeypatch.setattr(Warp, "special", ticking)
     monkeypatch.setattr(Cta, "_unblock", lambda cta, at: (unblock if cta.transfers else nothing_happens)(cta, at))
-    for page_size, mark in ((TILE, "stage_release"), (1, "tile_ready")):
-        problem = build(Case((1000,), page_size=page_size, num_sms=1), "cpu")
+    left_out = ((16, TILE, "stage_release"), (16, 1, "tile_ready"), (64, TILE, "stage_release"))
+    for heads, page_size, mark in left_out:
+        clocks.clear()
+        problem = build(Case((1000,), heads=heads, page_size=page_size, num_sms=1), "cpu")
         runner = Runner(problem)
         arguments = (problem, runner.build(), runner)
         with pytest.raises(EmulationError, match="trap"):
             kernels.run_decode(*arguments, sources=kernels.MARKED, edit=faults.without(mark))
+        assert min(seen[-1] - seen[0] for seen in clocks.values() if len(seen) > 1) <= PATIENCE + 1

@@ -1,6 +1,7 @@
 """What must be refused is refused, on the CPU as on the GPU, and names its argument; what is allowed is not."""
 
 import math
+from typing import get_type_hints
 
 import pytest
 import sparse_refusals
@@ -16,7 +17,8 @@ from etap_backend import (
     why_unsupported_sparse,
 )
 from etap_backend._library import library
-from etap_backend.calls import DenseCall, SparseCall
+from etap_backend._operator import SCHEMA_TYPES
+from etap_backend.calls import DenseCall, ScheduleCall, SparseCall
 from support.cases import Case, build, decode
 from support.compare import check, truth
 
@@ -113,7 +115,11 @@ def dense_library_call(device: str, **spoiled) -> DenseCall:
 
 def sparse_library_call(device: str, **spoiled) -> SparseCall:
     """The valid sparse call as the compiled `sparse_decode` takes it, with some of it replaced."""
-    call = sparse_refusals.valid_call(device) | {"workspace": torch.zeros(10**6, device=device), "partitions": 8}
+    call = sparse_refusals.valid_call(device) | {
+        "workspace": torch.zeros(10**6, device=device),
+        "partitions": 8,
+        "num_sms": 8,
+    }
     call |= {"empty_lse": -math.inf, **spoiled}
     return SparseCall(*map(call.get, SparseCall._fields))
 
@@ -132,6 +138,7 @@ REFUSED_ALONE = {
     "heads": ("schedule", 7),
     "partitions": ("partitions", 0),
     "row_tile": ("row_tile", 7),
+    "num_sms": ("num_sms", 0),
     "fp8_math": ("fp8_math", True),
     "empty_lse": ("empty_lse", 0.0),
 }
@@ -154,6 +161,12 @@ def test_each_argument_reaches_the_place_of_its_name(monkeypatch, field):
         name, value = REFUSED_ALONE[field]
         with pytest.raises((ValueError, TypeError), match=f"^{name}\\b"):
             library().check_decode(*dense_library_call("cpu", **{field: value}))
+
+
+def test_the_library_tells_the_arguments_that_python_gives_it():
+    for name, call in {"decode": DenseCall, "sparse_decode": SparseCall, "build_schedule": ScheduleCall}.items():
+        given = [f"{SCHEMA_TYPES[kind]} {argument}" for argument, kind in get_type_hints(call).items()]
+        assert list(library().arguments()[name]) == given
 
 
 NAN = float("nan")
@@ -396,6 +409,13 @@ def test_unsupported_problems_have_a_reason(why, name, value, got):
     assert reason.startswith(f"{name.replace('compute_c', 'compute c')} {got} is not supported")
 
 
+@pytest.mark.parametrize("page_size", [1, 16, 96])
+def test_small_pages_of_a_float16_cache_are_unsupported(page_size):
+    reason = why_unsupported(dtype=torch.float16, page_size=page_size)
+    assert reason.startswith(f"page_size {page_size} is not supported with a float16 cache")
+    assert why_unsupported(dtype=torch.float16, kv_cache_dtype="fp8", page_size=page_size) is None
+
+
 def test_a_bfloat16_cache_beside_fp8_queries_is_unsupported():
     reason = why_unsupported(dtype=torch.float8_e4m3fn, kv_cache_dtype="bfloat16")
     assert reason.startswith("kv_cache_dtype bfloat16 is not supported")
@@ -409,7 +429,8 @@ def test_a_bfloat16_cache_beside_fp8_queries_is_unsupported():
     {"kv_cache_dtype": torch.bfloat16, "num_heads": 1},
     *({"dtype": getattr(torch, dtype), "kv_cache_dtype": cache, "page_size": 16}
       for dtype in ("bfloat16", "float16", "float8_e4m3fn")
-      for cache in ("fp8", "fp8_e4m3", torch.float8_e4m3fn, "auto")),
+      for cache in ("fp8", "fp8_e4m3", torch.float8_e4m3fn, "auto")
+      if (dtype, cache) != ("float16", "auto")),
 ])  # fmt: skip
 def test_supported_problems_have_none(problem):
     assert why_unsupported(**{"dtype": torch.bfloat16, **problem}) is None

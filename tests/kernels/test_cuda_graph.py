@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
@@ -21,6 +24,8 @@ every_cache = pytest.mark.parametrize("cache", CACHES.values(), ids=CACHES)
 
 REPLAYS = 100_000  # with each cache, in equal parts
 HELD_SMS = (1, 24, 100)
+STRESS_REPLAYS = int(os.environ.get("ETAP_STRESS_REPLAYS", "10000"))
+"""Replays of each case beside foreign traffic: the emulator sees neither time nor weak memory ordering."""
 POOL_PAGES = 400
 BATCHES = [
     (700, 64, 5000, 1, 0, 300),
@@ -156,6 +161,41 @@ def test_replays_with_changing_lengths_beside_a_kernel_that_holds_sms(held, cach
             graph.replay()
         torch.cuda.current_stream().synchronize()
         assert not holding.query(), "the SMs were given back before the last replay"
+    assert not turns.differing
+
+
+@contextmanager
+def foreign_traffic() -> Iterator[Callable[[], None]]:
+    """Copies and products of another stream, of changing length. Yields what begins the next one."""
+    source, target = torch.randn(2, 8192, 2048, device="cuda", dtype=torch.bfloat16)
+    stream, ended, turns = torch.cuda.Stream(), torch.cuda.Event(), [0]
+    torch.cuda.synchronize()
+
+    def go_on() -> None:
+        if not ended.query():
+            return
+        turns[0] += 1
+        rows = 1024 << turns[0] % 4
+        with torch.cuda.stream(stream):
+            target[:rows].copy_(source[:rows])
+            torch.mm(source[:rows], source[:2048, :2048])
+            ended.record()
+
+    yield go_on
+    torch.cuda.synchronize()
+
+
+@every_cache
+@pytest.mark.parametrize("heads", [16, 32, 64])
+def test_replays_beside_foreign_traffic(heads, cache):
+    turns = Turns(problems(heads, 1, **cache))
+    graph = turns.recorded.record(turns.step_and_compare)
+    turns.differing.zero_()
+    with foreign_traffic() as go_on:
+        for _ in range(STRESS_REPLAYS):
+            graph.replay()
+            go_on()
+        torch.cuda.synchronize()
     assert not turns.differing
 
 

@@ -140,7 +140,7 @@ def test_torch_accepts_the_operators_registration():
     inputs = (problem.q, None, problem.kv_cache, None, None, None, problem.block_table, problem.seq_lens)
     torch.library.opcheck(
         torch.ops.etap_backend.mla_decode.default,
-        (*inputs, *buffers, *outputs, SOFTMAX_SCALE, *schedule[:5], False, -torch.inf, False),
+        (*inputs, *buffers, *outputs, SOFTMAX_SCALE, *schedule[:6], False, -torch.inf, False),
         # The poison in what must not be read is NaN, which opcheck's comparison of unread inputs takes for a change.
         test_utils=("test_schema", "test_faketensor", "test_autograd_registration"),
     )

@@ -14,6 +14,7 @@ from etap_backend.compat import flashinfer
 from etap_backend.compat.flashinfer import LISTS, BatchMLAPagedAttentionWrapper
 
 SERVED_KINDS = [kind for kind in KINDS if kind != "fp8"]  # FP8 queries are refused
+WHOLE_TILES = {"fp16": {"page_size": 64, "apart": False}}  # by kind: as its kernels want its cache
 SCALE = 192**-0.5
 WORKSPACE = 128 << 20
 LENGTHS = (97, 130, 2, 0, 65)
@@ -77,7 +78,7 @@ def make(lengths=LENGTHS, counts=1, *, causal=True, on="cpu", apart=True, rope_s
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("counts", [1, 3])
 def test_decode_and_drafts(device, counts, causal, kind):
-    problem = make(counts=counts, causal=causal, kind=kind, device=device, on=device)
+    problem = make(counts=counts, causal=causal, kind=kind, device=device, on=device, **WHOLE_TILES.get(kind, {}))
     problem.check(problem.results())
 
 
@@ -161,7 +162,9 @@ def test_plans_for_graphs_stay_in_place(device, counts):
 @pytest.mark.parametrize("warm", [False, True])
 def test_a_graph_serves_later_plans(warm, counts, kind):
     batches = (700, 1500, 1, 4), (64, 0, 3000, 5), (2, 65, 3, 96)
-    problems = [make(lengths, counts, kind=kind, device="cuda", seed=9) for lengths in batches]
+    problems = [
+        make(lengths, counts, kind=kind, device="cuda", seed=9, **WHOLE_TILES.get(kind, {})) for lengths in batches
+    ]
     static = dict(problems[0].call)
     for name in ("ckv_cache", "kpe_cache"):
         one = static[name]

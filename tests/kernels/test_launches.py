@@ -33,6 +33,7 @@ def launches(case: Case, q: torch.Tensor | None = None, caches: tuple | None = N
             heads,
             planned.partitions,
             planned.row_tile,
+            planned.num_sms,
             case.fp8_math,
             -math.inf,
             early_loads,
@@ -42,9 +43,9 @@ def launches(case: Case, q: torch.Tensor | None = None, caches: tuple | None = N
 
 def dims(numbers) -> dict:
     """A tensor map by the names of its parts."""
-    address, type_, swizzle, rank, *rest = numbers
+    address, type_, fills_nan, swizzle, rank, *rest = numbers
     parts = {"extents": rest[:rank], "strides": rest[rank : 2 * rank - 1], "box": rest[2 * rank - 1 :]}
-    return {"address": address, "type": type_, "swizzle": swizzle, **parts}
+    return {"address": address, "type": type_, "fills_nan": fills_nan, "swizzle": swizzle, **parts}
 
 
 @pytest.mark.parametrize("groups", [False, True])
@@ -66,22 +67,21 @@ def test_the_shape_names_kernel_and_grid(kind, element, heads, groups):
     traits = f"Traits<cutlass::{element}, {shape.row_tile}{last}>"
     if shape.row_tile == 64:  # of a form with no other row tile
         traits = "SharedTilesTraits;" if fp8 else f"Traits<cutlass::{element}{last}>"
-    name = f"{shape.kernel}::{traits}"
+    name = f"{'transposed_fp8' if fp8 else 'transposed' if shape.row_tile < 64 else 'query_major'}::{traits}"
     if shape.row_tile == 64 and "fp8_math" in kind:
         name = "mixed_major::Traits;"
     assert name in decode[0] and decode[1] == 9 // shape.row_groups * shape.row_groups and len(combining) == 1
 
 
-@pytest.mark.parametrize("heads, one_row", [(16, "false"), (64, "true")])
-def test_one_request_is_combined_by_blocks_of_few_tasks(heads, one_row):
+@pytest.mark.parametrize("heads, form", [(16, "OfColumns<float4>"), (64, "Rows")])
+def test_one_request_is_combined_by_blocks_of_few_tasks(heads, form):
     _, combine = launches(Case((8192,), heads, num_sms=132))
-    assert "narrow_launch" in combine[0] and f"kOneRow = {one_row}" in combine[0]
+    assert "few_launch" in combine[0] and f"{form};" in combine[0]
 
 
-@pytest.mark.parametrize("num_sms", [78, 132])
 @pytest.mark.parametrize("heads", [8, 16, 32])
 @pytest.mark.parametrize(
-    "kind, lean",
+    "kind, room",
     [
         ({}, True),
         ({"kv_dtype": "fp8", "fp8_math": True}, True),
@@ -89,16 +89,35 @@ def test_one_request_is_combined_by_blocks_of_few_tasks(heads, one_row):
         ({"page_size": 16}, False),
     ],
 )
-def test_the_combine_kernel_is_lean_where_decode_may_leave_it_room(kind, lean, heads, num_sms):
-    _, combine = launches(Case((70,) * 32, heads, num_sms=num_sms, **kind))
-    assert ("lean_launch" in combine[0]) == (lean and heads <= 16)
+def test_a_block_a_multiprocessor_combines_where_decode_leaves_it_room(kind, room, heads):
+    _, combine = launches(Case((70,) * 64, heads, num_sms=132, **kind))
+    blocks = combine[1] * combine[2]
+    assert "many_launch" in combine[0] and (blocks <= 132) == (room and heads <= 16)
 
 
-@pytest.mark.parametrize("batch, form", [(1, "kTasks = 2"), (4, "kEntries = 2"), (64, "kEntries = 4")])
+def test_a_batch_invariant_step_of_few_requests_has_the_gpus_tensor_cores():
+    """Its partitions are few, the GPU's multiprocessors are not."""
+    case = Case((70,) * 8, 16, num_sms=132)
+    problem = build(case, "cpu")
+    schedule = DecodeSchedule(40, 16, device="cpu", num_sms=132, batch_invariant=True)
+    planned = schedule.build(problem.seq_lens)
+    assert planned.partitions < 100
+    out, lse = torch.empty(8, 1, 16, 512, dtype=torch.bfloat16), torch.empty(8, 1, 16)
+    inputs = (problem.call_q, None, problem.call_kv_cache, None, None, None, problem.block_table, problem.seq_lens)
+    buffers = (planned.work_ranges, planned.split_offsets, planned.workspace, out, lse)
+    grids = []
+    for num_sms in (132, 78):
+        numbers = planned._replace(num_sms=num_sms)[:6]
+        call = (*inputs, *buffers, SOFTMAX_SCALE, *numbers, False, -math.inf, True)
+        grids.append(tuple(library().decode_launches(*call)[1][1:3]))
+    assert grids[0][0] * grids[0][1] < grids[1][0] * grids[1][1]
+
+
+@pytest.mark.parametrize("batch, form", [(1, "kTasks = 2"), (4, "kEntries = 1"), (64, "kEntries = 4")])
 def test_half_partials_are_of_64_rows_of_fp8_products(batch, form):
     case = Case((70,) * batch, 64, num_sms=132, kv_dtype="fp8")
     half, whole = (launches(replace(case, fp8_math=fp8_math))[1][0] for fp8_math in (True, False))
-    assert "uint2" in half and form in half and "uint2" not in whole
+    assert "OfColumns<uint2>" in half and form in half and "uint2" not in whole
 
 
 def test_one_partition_needs_no_combine_kernel_and_no_request_no_decode_kernel():
@@ -115,24 +134,24 @@ def test_one_partition_needs_no_combine_kernel_and_no_request_no_decode_kernel()
         (32, 16, "fp8", ((8, 32), 8, 1), ((8, 16), 8, 2)),
         (64, 16, "fp8", ((8, 33), 8, 2), ((8, 16), 8, 4)),
         (128, 16, "fp8", ((8, 33), 8, 4), ((8, 16), 8, 4)),
-        (16, 64, "same", ((32, 8), 8, 2), ((32, 8), 8, 2)),
+        (16, 64, "same", ((32, 8), 8, 1), ((32, 8), 8, 1)),
         (64, 64, "same", ((32, 8), 8, 4), ((32, 8), 8, 4)),
         (1, 16, "same", ((64, 1), 1, 1), ((64, 1), 1, 1)),
         (4, 16, "same", ((64, 4), 1, 1), ((32, 4), 2, 1)),
-        (16, 16, "same", ((8, 16), None, 1), ((8, 16), None, 1)),
-        (32, 16, "same", ((8, 16), None, 2), ((8, 16), None, 2)),
-        (64, 16, "same", ((8, 16), None, 4), ((8, 16), None, 4)),
-        (128, 16, "same", ((8, 16), None, 4), ((8, 16), None, 4)),
+        (16, 16, "same", ((8, 16), 8, 1), ((8, 16), 8, 1)),
+        (32, 16, "same", ((8, 16), 8, 2), ((8, 16), 8, 2)),
+        (64, 16, "same", ((8, 16), 8, 4), ((8, 16), 8, 4)),
+        (128, 16, "same", ((8, 16), 8, 4), ((8, 16), 8, 4)),
     ],
 )
 def test_early_loads_give_the_combine_kernel_few_blocks(batch, heads, kv_dtype, late, early):
-    """Grid, a block's tasks of 8 rows x 16 value dims (None: the lean form), and the requests it takes at a time."""
+    """Grid, a block's tasks of 8 rows x 16 value dims, and the requests it takes at a time."""
     for early_loads, (grid, tasks, requests) in ((False, late), (True, early)):
         _, combine = launches(Case((70,) * batch, heads, kv_dtype=kv_dtype, num_sms=132), early_loads=early_loads)
         assert tuple(combine[1:3]) == grid
-        form = "lean_launch" if tasks is None else "wide_launch" if tasks == 8 else "narrow_launch"
+        form = "many_launch" if tasks == 8 else "few_launch"
         assert form in combine[0]
-        assert (f"kTasks = {tasks}" if form == "narrow_launch" else f"kEntries = {requests}") in combine[0]
+        assert (f"kTasks = {tasks}" if form == "few_launch" else f"kEntries = {requests}") in combine[0]
 
 
 @pytest.mark.parametrize("batch, heads", [(1, 16), (2, 16), (16, 16), (32, 16), (64, 16), (16, 64)])
@@ -172,6 +191,13 @@ def test_tiles_are_copied_whole_in_parts_or_row_by_row(page_size, layout, kind, 
         assert numbers["strides"][-1] == part.stride(0) * part.element_size()
 
 
+@pytest.mark.parametrize("options", [{"page_size": 32}, {"page_size": 1}, {"cache_layout": "apart"}])
+def test_parts_of_tiles_have_no_kernel_of_float16(options):
+    wanted = r"^kv_cache: wanted a kernel of bfloat16 x 8, .*, got float16 x 16 in parts of tiles"
+    with pytest.raises(ValueError, match=wanted):
+        launches(Case((300,), 16, num_sms=1, dtype="float16", **options))
+
+
 def test_neighbouring_latent_and_rope_are_copied_as_one():
     cache = build(Case((64,), 16, num_sms=1), "cpu").kv_cache
     parts = (cache[..., :512], cache[..., 512:])
@@ -206,7 +232,7 @@ def sparse_launches(case: SparseCase) -> list:
         *(problem.call_q, problem.call_q_rope, problem.kv_cache),
         *(lists[name] for name in (*names, *extra)),
         problem.sinks,
-        *(workspace, out, lse, SOFTMAX_SCALE, partitions, -math.inf),
+        *(workspace, out, lse, SOFTMAX_SCALE, partitions, case.num_sms, -math.inf),
     )
 
 
@@ -224,7 +250,8 @@ def test_the_heads_name_the_sparse_kernel(heads, row_tile):
         decode, combine = sparse_launches(SparseCase(1, heads, 2048, cache, num_sms=num_sms))
         assert decode[1] * decode[2] == 6 * shape.row_groups
         of_its_own = cache.startswith("fp8") or (cache.startswith("v4") and not wide)
-        kernel = "sparse_fp8::" if of_its_own else f"{shape.kernel}::Traits<"
+        dense = "query_major::Traits<" if wide else "transposed::Traits<"
+        kernel = "sparse_fp8::" if of_its_own else dense
         assert kernel in decode[0] and "combine" in combine[0]
         names[cache] = decode[0]
     assert names["fp8"] == names["fp8 as e4m3"] and names["v4"] == names["v4 as e4m3"]
@@ -234,7 +261,7 @@ def test_the_heads_name_the_sparse_kernel(heads, row_tile):
     for cache in ("bf16", "fp8"):
         decode, *_ = sparse_launches(SparseCase(1, heads, 2048, cache, rope=False, num_sms=num_sms))
         without_rope[cache] = decode[0]
-    assert without_rope["fp8"] == names["fp8"] and f"{shape.kernel}::Traits<" in without_rope["bf16"]
+    assert without_rope["fp8"] == names["fp8"] and dense in without_rope["bf16"]
     assert (without_rope["bf16"] == names["v4"]) == wide and without_rope["bf16"] != names["bf16"]
 
 

@@ -167,7 +167,12 @@ def test_sinks_of_whole_and_of_split_lists(device, num_sms, holes, sinks, cache)
 
 
 @on_devices(
-    {"cache": ROWS, "num_sms": (132, 78, 7, 2, 1), "heads": (8, 16, 32, 64, 128), "tokens": (1, 3, 20, 131, 264)},
+    {
+        "cache": ROWS,
+        "num_sms": (132, 78, 60, 16, 7, 2, 1),
+        "heads": (8, 16, 32, 64, 128),
+        "tokens": (1, 3, 20, 131, 264),
+    },
     cpu={"heads": (8, 128), "tokens": (1, 3, 20)},
 )
 def test_numbers_of_multiprocessors(device, heads, tokens, num_sms, cache):
@@ -215,6 +220,24 @@ def test_tokens_of_no_row_have_the_requested_log_sum_exp(device, num_sms, heads,
 @on_devices({"cache": ROWS})
 def test_more_clusters_than_a_gpu_has_room_for(device, cache):
     verify(SparseCase(60, 16, 512, cache, num_sms=1000, seed=22, **EVERYTHING), device)
+
+
+@pytest.mark.gpu
+@every_cache
+def test_a_green_context_has_room_for_fewer_clusters(cache):
+    """Of 16 multiprocessors, behind a call on all of them that clusters served: its splits are combined."""
+
+    def combining() -> list[str]:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            verify(SparseCase(16, 16, 2048, cache, num_sms=132, seed=24), "cuda")
+            torch.cuda.synchronize()
+        names = [event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+        return [name for name in names if "combine_kernel" in name]
+
+    assert not combining()
+    with torch.cuda.stream(torch.cuda.green_contexts.GreenContext(num_sms=16, device_id=0).Stream()):
+        assert combining()
+    assert not combining()
 
 
 @on_devices({"seed": range(200)}, cpu={"seed": range(16)})

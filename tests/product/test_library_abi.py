@@ -19,8 +19,8 @@ SYSTEM_LIBRARIES = re.compile(r"(libc|libm|libdl|librt|libpthread|libgcc_s|libst
 SYSTEM_VERSIONS = re.compile(r"(GLIBC|GLIBCXX|CXXABI|GCC)_[\d.]+")
 WEAK_HOOKS = {"__gmon_start__", "_ITM_deregisterTMCloneTable", "_ITM_registerTMCloneTable"}
 BOUND = {
-    *("abi_version", "constants", "decode_shape"),
-    *("build_fixed_schedule", "build_schedule", "check_decode", "decode", "decode_launches"),
+    *("abi_version", "arguments", "constants", "decode_shape"),
+    *("build_schedule", "check_decode", "decode", "decode_launches"),
     *("check_sparse_decode", "sparse_decode", "sparse_decode_launches"),
     *("sparse_decode_shape", "sparse_pieces"),
 }

@@ -141,15 +141,12 @@ def build(
     single_tiles: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Build for that many rows on a GPU of many tensor cores, unless split_cost says otherwise."""
-    weighed = (row_tile, split_cost or decode_shape(row_tile, 132).split_cost, single_tiles)
+    weighed = (fixed, row_tile, split_cost or decode_shape(row_tile, 132).split_cost, single_tiles)
     seq_lens = torch.tensor(lengths, dtype=torch.int32, device=device)
     # One row more than needed, filled with a number that no schedule has: it must stay.
     work_ranges = torch.full((partitions + 1, 8), -99, dtype=torch.int32, device=device)
     split_offsets = torch.full((len(lengths) + 2,), -99, dtype=torch.int32, device=device)
-    if fixed:
-        library().build_fixed_schedule(seq_lens, work_ranges, split_offsets, partitions, fixed)
-    else:
-        library().build_schedule(seq_lens, work_ranges, split_offsets, partitions, *weighed)
+    library().build_schedule(seq_lens, work_ranges, split_offsets, partitions, *weighed)
     assert work_ranges[partitions:].eq(-99).all() and split_offsets[len(lengths) + 1 :].eq(-99).all()
     return work_ranges[:partitions].cpu(), split_offsets[:-1].cpu()
 
@@ -368,9 +365,8 @@ def test_one_long_request_goes_to_every_partition():
 )
 def test_the_library_groups_rows(rows, groups, tile, fp8_cache):
     """In groups of 64, and one group in the smallest tile that holds it."""
-    kernel = "transposed_fp8" if fp8_cache else "query_major" if tile == 64 else "transposed"
     for batch in 0, 1, 100:
-        assert decode_shape(rows, 132, batch, fp8_cache)[:6] == (kernel, tile, groups, tile * 513, tile, tile // 8)
+        assert decode_shape(rows, 132, batch, fp8_cache)[:5] == (tile, groups, tile * 513, tile, tile // 8)
 
 
 # Batch (0: any), FP8 cache, FP8 math: the rows that go in groups of 16 on few tensor cores, besides rows that leave
@@ -388,15 +384,15 @@ GROUPED = {
 
 @pytest.mark.parametrize("told", GROUPED, ids=str)
 def test_on_few_tensor_cores_rows_go_in_groups_of_16(told):
-    fp8_cache, small_batch = told[1], 1 <= told[0] <= 8
+    small_batch = 1 <= told[0] <= 8
     for rows in range(1, 400):
         groups, whole = -(-rows // 16), -(-rows // 64)
-        grouped = ("transposed_fp8" if fp8_cache else "transposed", 16, groups, 16 * 513)
+        grouped = (16, groups, 16 * 513)
         padded = 32 < rows <= 112 and groups / (4 * whole) <= 7 / 8
-        others = decode_shape(rows, 100, *told)[:4]
+        others = decode_shape(rows, 100, *told)[:3]
         for num_sms in 1, 78, 99:
             shape = decode_shape(rows, num_sms, *told)
-            assert shape[:4] == (grouped if padded or rows in GROUPED[told] else others)
+            assert shape[:3] == (grouped if padded or rows in GROUPED[told] else others)
             assert (shape.split_rows, shape.single_tiles) == (0, 0), "splits are cheap, tiles are not"
             assert shape.split_cost == (3 if shape.row_tile <= 16 else 1)
         assert not small_batch or rows > 64 or decode_shape(rows, 78, *told).row_tile <= 16

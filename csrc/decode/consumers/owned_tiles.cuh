@@ -149,7 +149,9 @@ struct Consumer {
       cute::warpgroup_wait<T::kProducts - 1 - product + kBehind>();
       if (!releases()) return;
       CUTE_UNROLL
-      for (int stage = 0; stage < kStages; ++stage) shared.keys.release({first + product * kStages + stage, 0});
+      for (int stage = 0; stage < kStages; ++stage) {
+        ETAP_MARKED(stage_release, shared.keys.release({first + product * kStages + stage, 0}));
+      }
     });
     cute::warpgroup_fence_operand(o);
   }

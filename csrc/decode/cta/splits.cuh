@@ -51,7 +51,8 @@ struct LengthQueue {
   }
 };
 
-// Walks the splits of a partition in order.
+// Walks the splits of a partition in order. The schedule may have been built again since, for another batch: then the result is
+// wrong, but the walk meets no request and no slot that the call does not have.
 class SplitWalk {
  public:
   CUTE_DEVICE SplitWalk(const DecodeParams& params, int partition) : params_(params) {
@@ -59,8 +60,8 @@ class SplitWalk {
     request_ = range.begin_request;
     begin_tile_ = range.begin_tile;
     begin_split_ = range.begin_split;
-    end_request_ = range.end_request;
-    end_tile_ = range.end_tile;
+    end_request_ = min(range.end_request, params.batch);
+    end_tile_ = range.end_request < params.batch ? range.end_tile : 0;
   }
 
   CUTE_DEVICE bool done() const {
@@ -90,7 +91,8 @@ class SplitWalk {
     const bool divided = end_of_slots > slots;
     // The schedule may be one of other lengths: a split ends with its request, and may lie behind it.
     const int end_tile = request_ == end_request_ ? min(end_tile_, tiles) : tiles;
-    const Split split{request_, seq_len, begin_tile_, end_tile, divided ? slots + begin_split_ : -1};
+    const int slot = min(slots + begin_split_, 2 * params_.partitions - 1);
+    const Split split{request_, seq_len, begin_tile_, end_tile, divided ? slot : -1};
     skip();
     return split;
   }

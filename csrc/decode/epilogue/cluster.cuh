@@ -77,7 +77,7 @@ CUTE_DEVICE void sum_parts(Shared<T>& shared, const DecodeParams& params, int re
   }
   ETAP_MARKED(parts_sync, ptx::cluster_wait());
   if (has_task) {
-    Flight<float4, kParts, kTasks> flight;
+    Flight<Columns, kParts, kTasks> flight;
     cute::for_each(cute::make_seq<kParts>{}, [&](auto p) {
       flight.lse[p] = ptx::load_cluster_float2<0>(lses[p]);
       cute::for_each(cute::make_seq<kTasks>{}, [&](auto t) {
@@ -93,9 +93,9 @@ CUTE_DEVICE void sum_parts(Shared<T>& shared, const DecodeParams& params, int re
     const int first_row = row_group * T::kRowTile + block * 8;
     CUTE_UNROLL
     for (int t = 0; t < kTasks; ++t) {
-      write_rows(params, false, sums[t], totals, request, first_row, (task + t * kWarpsOfBlock) * kTaskDims);
+      write_rows<Columns>(params, sums[t], totals, request, first_row, (task + t * kWarpsOfBlock) * kTaskDims);
     }
-    if (task == 0) etap::write_lse(params, false, totals, request, first_row);
+    if (task == 0) etap::write_lse<Columns>(params, totals, request, first_row);
   }
   // A CTA that has ended has no shared memory for others to read.
   ptx::cluster_arrive_relaxed();

@@ -10,7 +10,7 @@ namespace etap {
 // Says where a split's rows go: to the result itself, or to a partial one with a log2-sum-exp.
 template <class T>
 struct Destination {
-  using Partial = std::conditional_t<T::kHalfPartials, uint2, float4>;  // four values: see params.h
+  using Partial = std::conditional_t<T::kPartials == PartialLayout::kHalfPairedColumns, uint2, float4>;  // four values: see params.h
   static constexpr int kPartialFloats = kLatentDim / 4 * int(sizeof(Partial) / sizeof(float));  // that a row takes the place of
 
   uint16_t* out;        // float16 or bfloat16 [rows of the group, 512]; null: the partial

@@ -1,3 +1,7 @@
-#include "decode/launch.cuh"
+#include "decode/kernels.cuh"
 
-template etap::DecodeKernel etap::fp8_kernel<cutlass::half_t>(int, bool);
+namespace etap {
+
+template const DecodeKernel* find_kernel<Operands::kFp8>(int, bool);
+
+}  // namespace etap

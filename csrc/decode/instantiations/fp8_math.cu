@@ -1,3 +1,7 @@
-#include "decode/launch.cuh"
+#include "decode/kernels.cuh"
 
-template etap::DecodeKernel etap::fp8_kernel<cutlass::float_e4m3_t>(int, bool);
+namespace etap {
+
+template const DecodeKernel* find_kernel<Operands::kFp8Math>(int, bool);
+
+}  // namespace etap

@@ -94,7 +94,7 @@ struct CommonTraits {
   __host__ __device__ static constexpr int first_chunk(int, int) { return 0; }
   static constexpr bool kFitsLaunchRegisters = true;
   static constexpr bool kLeanCombination = false;
-  static constexpr bool kHalfPartials = false;
+  static constexpr PartialLayout kPartials = PartialLayout::kColumns;
 };
 
 // What follows from a cache of the queries' own type, multiplied as it lies in shared memory. Tiles: how the consumers divide the
@@ -134,7 +134,7 @@ constexpr bool are_traits() {
   static_assert(sizeof(typename T::CacheMaps) > 0);
   static_assert(T::kGatherWarps <= kWarpsPerGroup);                   // that copy rows where TMA does not
   static_assert(is_flag(T::kLeanCombination));                        // of whole tiles: see combine.h
-  static_assert(is_flag(T::kHalfPartials));                           // partial results are bfloat16: see params.h
+  static_assert(T::kPartials <= PartialLayout::kRows);                // how partial results lie: see params.h
   // The splits of a partition.
   static_assert(sizeof(typename T::Walk) > 0);
   // ring (KeyStage [kStages]), query (QueryChunk [kChunks]), Ring<kStages> keys, Ring<1> queries; where tiles alternate

@@ -43,7 +43,7 @@ struct Traits : transposed_fp8::Products<cutlass::float_e4m3_t, transposed_fp8::
   using SharedStorage = SharedMemory<Traits>;
   using Consumer = mixed_major::Consumer<Traits>;
   static constexpr bool kFitsLaunchRegisters = false;
-  static constexpr bool kHalfPartials = true;  // e4m3 products round ten times as coarsely
+  static constexpr PartialLayout kPartials = PartialLayout::kHalfPairedColumns;  // e4m3 products round ten times as coarsely
   static constexpr int kStages = 5;
   static constexpr int kTilesTold = 4;
   static constexpr int kFewTiles = 8;  // of a split, for which the code that multiplies two together is not worth its loading

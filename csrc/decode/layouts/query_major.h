@@ -20,7 +20,7 @@ struct SharedMemory {
   uint4 probabilities[T::kWords / 4][kGroupThreads];  // the owner's of the last tile, for the same thread of the other
   float2 references[T::kQuads];                       // of that tile's P: rows r and r + 8
   float4 sums[2][kConsumerGroups][T::kQuads];         // at the end of every other split: of P and of rounded P
-  Ring<T::kStages, false> keys;  // each instruction of the producer is waited for: a trap took 3% of long calls
+  Ring<T::kStages> keys;
   Ring<1> queries;
   LengthQueue lengths;
 };
@@ -31,6 +31,7 @@ struct OwnedTiles : CommonTraits {
   static constexpr bool kAlternatingTiles = false;  // a consumer sees every round of a stage
   static constexpr int kMergeStages = 0;
   static constexpr int kStageReleases = kWarpsPerGroup;
+  static constexpr PartialLayout kPartials = PartialLayout::kRows;
 };
 
 template <class Element, int kTileChunks_ = kChunks>

@@ -74,6 +74,7 @@ struct Products : Tiles {
   static constexpr bool kFp8Cache = true;
   static constexpr bool kFp8Math = false;
   static constexpr bool kPairedDims = true;
+  static constexpr PartialLayout kPartials = PartialLayout::kPairedColumns;
   using ScoreScales = NoScale;
 
   // A stage is a whole tile.

@@ -55,6 +55,7 @@ struct Products : Tiles {
   static constexpr bool kFp8Math = sizeof(Math) == 1;
   // Matrix loads bring pairs of value dims: rows r and r + 8 of O^T's 16 are dims 2r and 2r + 1.
   static constexpr bool kPairedDims = true;
+  static constexpr PartialLayout kPartials = PartialLayout::kPairedColumns;
   // The producer warpgroup has no query rows to gather.
   static constexpr Registers registers(bool) { return {168, 24, 240}; }
 

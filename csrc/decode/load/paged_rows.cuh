@@ -1,15 +1,13 @@
 // The source where pages are too small for TMA: warps copy the cache row by row with cp.async, 16 bytes a lane.
 #pragma once
 
-#include <cute/arch/copy_sm80.hpp>
-
 #include "decode/load/fill_ring.cuh"
 
 namespace etap {
 
 // The rows of a tile that a warp copies. Groups of four are dealt to the warps in turn: lane 4k + j has the j-th row of its warp's
 // k-th group, and fetches its page one tile ahead. As with TMA, what lies behind the request's end in the table is read, but never
-// used, and a page that the cache lacks counts as zeros.
+// used. A row behind that end, which the consumers hide, or on a page that the cache lacks is NaN.
 template <int kWarps>
 class PagedRows {
  public:
@@ -115,11 +113,9 @@ class CopiedRows {
   CUTE_DEVICE bool has_group(int k) const {
     return kAllGroups % T::kGatherWarps == 0 || k + 1 < kGroups || warp_ < kAllGroups % T::kGatherWarps;
   }
-  // Copies 16 bytes of the row that a lane fetched, or zeros where it does not exist.
+  // Copies 16 bytes of the row that a lane fetched.
   CUTE_DEVICE void copy(const char* from, int fetched_by, char* to) const {
-    cute::SM80_CP_ASYNC_CACHEGLOBAL_ZFILL<cute::uint128_t>::copy(*reinterpret_cast<const cute::uint128_t*>(from),
-                                                                 *reinterpret_cast<cute::uint128_t*>(to),
-                                                                 exist_ >> fetched_by & 1);
+    ptx::copy_async_or_nan_16(cute::cast_smem_ptr_to_uint(to), from, exist_ >> fetched_by & 1);
   }
 
   const DecodeParams& params_;

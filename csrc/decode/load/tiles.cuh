@@ -10,7 +10,7 @@ namespace etap {
 
 // A lane fetches the page of one part of a tile (of a whole tile, where TMA copies those), the warp those of 32 parts at a time,
 // one batch ahead of its use. The first fetch does not wait for the request's length: what lies behind it in the table is read, but
-// never used. Behind the table there is page -1, of which TMA writes zeros: a length that is too long reads no other request's
+// never used. Behind the table there is page -1, of which TMA writes NaN: a length that is too long reads no other request's
 // rows.
 class PageFetcher {
  public:
@@ -128,7 +128,7 @@ class TileParts : public DenseTiles<T, PageFetcher> {
       // The warps take turns in beginning, so that over the stages of a tile each has as many parts as the others.
 #pragma unroll 1
       for (int part = (warp_ + stage) % T::kGatherWarps; part < parts_; part += T::kGatherWarps) {
-        // Nothing is read of a part behind the request's end: there is no page -1.
+        // Nothing is read of a part behind the request's end: there is no page -1, and the consumers hide it.
         const int held = pages_.page(i * parts_ + part);
         const int page = (tile_ * parts_ + part) * params_.part_tokens < split_.seq_len ? held : -1;
         const int token = params_.parts_per_page.rem(tile_ * parts_ + part) * params_.part_tokens;

@@ -19,6 +19,7 @@ class TensorMap:
     strides: tuple[int, ...]
     box: tuple[int, ...]
     swizzle: int = 128  # bytes: 64 or 128, as wide as a row of the box
+    fill: bytes = b"\0"  # an element beyond the tensor
 
     def __post_init__(self):
         if not len(self.dims) == len(self.box) == len(self.strides) + 1:
@@ -101,8 +102,9 @@ class Memory:
         raise EmulationError(f"global access of {size} bytes at {address:#x} is out of bounds; near: {', '.join(near)}")
 
     def read_box(self, tensor_map: TensorMap, coordinates: tuple[int, ...]) -> np.ndarray:
-        """The bytes of a box, zeros outside of the tensor."""
-        box = np.zeros(tensor_map.box[::-1] + (tensor_map.element_bytes,), np.uint8)
+        """The bytes of a box, the map's fill outside of the tensor."""
+        box = np.empty(tensor_map.box[::-1] + (tensor_map.element_bytes,), np.uint8)
+        box[:] = np.frombuffer(tensor_map.fill, np.uint8)
         first = [max(0, c) for c in coordinates]
         last = [min(d, c + b) for d, c, b in zip(tensor_map.dims, coordinates, tensor_map.box, strict=True)]
         counts = [b - a for a, b in zip(first, last, strict=True)]

@@ -1,3 +1,0 @@
-#include "decode/launch.cuh"
-
-template etap::DecodeKernel etap::sixteen_bit_kernel<cutlass::half_t>(int, bool);
