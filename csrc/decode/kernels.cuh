@@ -25,13 +25,14 @@ DecodeKernel describe() {
   kernel.launch = launch_of<T, kWholeTiles>();
   kernel.partials = T::kPartials;
   kernel.leaves_room = kWholeTiles && T::kLeanCombination;
-  if constexpr (T::kGathered) return kernel;
-  if constexpr (T::kFp8Cache) {
+  if constexpr (T::kGathered) {
+    return kernel;
+  } else if constexpr (T::kFp8Cache) {
     kernel.map_type = CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;  // each NaN of which has one of e4m3 in its upper byte
     kernel.chunks = T::kWideChunks;
     kernel.copied_chunks = kWholeTiles ? T::kWideChunks : 1;
     kernel.rope_apart = true;
-  } else if constexpr (!T::kGathered) {
+  } else {
     constexpr bool kFloat16 = std::is_same_v<typename T::Element, cutlass::half_t>;
     kernel.map_type = kFloat16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
     kernel.chunks = kWholeTiles ? kChunks : kValueChunks;
