@@ -103,8 +103,8 @@ def test_the_longest_lengths_have_a_last_tile(heads, page_size):
 def test_a_plan_whose_schedule_was_built_again_since_touches_nothing_out_of_bounds(kind, heads, first, second, fixed):
     """The result is wrong; every access lies in a tensor of the call, or this raises."""
     problem = build(Case((300, 70, 130, 1) * 5, heads=heads, **CACHES[kind]), "cpu")
-    options = dict(num_sms=24, device="cpu", fp8_cache=kind != "bf16", fp8_math=kind == "fp8_math")
-    schedule = DecodeSchedule(20, heads, batch_invariant=fixed, **options)
+    types = {"fp8_cache": kind != "bf16", "fp8_math": kind == "fp8_math"}
+    schedule = DecodeSchedule(20, heads, batch_invariant=fixed, num_sms=24, device="cpu", **types)
     rows = {name: getattr(problem, name)[:first] for name in ("q", "call_q", "block_table", "seq_lens")}
     case = replace(problem.case, lengths=problem.case.lengths[:first], num_sms=24)
     part = replace(problem, case=case, **rows)
@@ -112,14 +112,15 @@ def test_a_plan_whose_schedule_was_built_again_since_touches_nothing_out_of_boun
     stale = schedule.build(part.seq_lens)
     schedule.build(problem.seq_lens[:second])
     wanted = DecodeSchedule.workspace_floats(heads, 1, 24, max_batch=first, batch_invariant=fixed)
-    kernels.run_decode(part, stale._replace(workspace=schedule.workspace[:wanted]), runner)
+    assert stale.workspace is not None
+    kernels.run_decode(part, stale._replace(workspace=stale.workspace[:wanted]), runner)
 
 
 class FlippingLengths(Memory):
     """Every other load of lengths finds them all of thousands of tiles, the others of one or none."""
 
     def load(self, addresses, size):
-        lengths = next((data for *_, data, name in self._buffers if name == "seq_lens"), None)
+        lengths = next(data for *_, data, name in self._buffers if name == "seq_lens")
         begin = lengths.ctypes.data
         if begin <= int(addresses[0]) < begin + lengths.size:
             self.loads = getattr(self, "loads", 0) + 1

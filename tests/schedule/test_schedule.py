@@ -331,7 +331,7 @@ def test_the_device_builds_the_same_fixed_splits(lengths, partitions, fixed):
 def test_fixed_splits_need_partitions_for_all_of_them():
     with pytest.raises(ValueError, match="partitions: wanted at least 6, got 5"):
         build([1000, 2000], 5, fixed=3)
-    with pytest.raises(ValueError, match="wanted at least 1, got -1"):
+    with pytest.raises(ValueError, match="fixed_splits: wanted at least 0, got -1"):
         build([1000], 5, fixed=-1)
 
 
@@ -473,11 +473,11 @@ def test_partitions_times_row_groups_fill_the_gpu(heads, s_q, num_sms, partition
 
 def test_rebuilding_keeps_every_address():
     schedule = DecodeSchedule(4, 16, max_s_q=2, device="cpu")
-    addresses = {tuple(buffer.data_ptr() for buffer in schedule.build(torch.ones(1, dtype=torch.int32))[5:])}
+    addresses = {tuple(buffer.data_ptr() for buffer in schedule.build(torch.ones(1, dtype=torch.int32))[6:])}
     for lengths, s_q in (([5000, 0], 1), ([1, 2, 3, 4], 2), ([], 1)):
         planned = schedule.build(torch.tensor(lengths, dtype=torch.int32), s_q)
         assert (planned.batch, planned.s_q, planned.num_heads) == (len(lengths), s_q, 16)
-        addresses.add(tuple(buffer.data_ptr() for buffer in planned[5:]))
+        addresses.add(tuple(buffer.data_ptr() for buffer in planned[6:]))
     assert len(addresses) == 1
 
 
