@@ -127,7 +127,7 @@ def main(
     options = Options(replays, validate, h20_proxy, behind)
     document = document_of(kept, kernels, builds, options, versions) | {"left_out": left_out}
     run(document, kept, kernels, options, path)
-    typer.echo(report.text(document))
+    typer.echo(report.text(kept.name, document))
     if wrong := measure.problems(document):
         typer.secho(f"ETAP's results are wrong or missing: {'; '.join(wrong)}", fg="red", err=True)
         raise typer.Exit(1)

@@ -105,7 +105,7 @@ def flashinfer(inputs: Inputs) -> Call:
 
 
 def triton(inputs: Inputs) -> Call:
-    """vLLM's TRITON_MLA: a query token is a request of its own, so several per request repeat the lists in each call."""
+    """vLLM's TRITON_MLA: a query token is a request of its own, so several repeat the request's list in a call."""
     from vllm.v1.attention.backends.mla.triton_mla import _compute_num_kv_splits
     from vllm.v1.attention.ops.triton_decode_attention import decode_attention_fwd
 

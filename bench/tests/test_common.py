@@ -16,11 +16,7 @@ from bench.common import configs, gpus, provenance, results, units
 from bench.common.stopping import Stopped, stopping
 
 
-def test_tokens_are_read_and_written_in_k_and_m():
-    assert [units.parse_tokens(text) for text in ("1", "4096", "4K", "4k", "1M")] == [1, 4096, 4096, 4096, 1048576]
-    for text in ("", "K", "0", "-1", "1.5", "4KB", "²"):
-        with pytest.raises(ValueError, match="^--x: wanted a number of tokens"):
-            units.parse_tokens(text, "--x: ")
+def test_tokens_are_written_in_k():
     assert [units.in_k(tokens) for tokens in (0, 512, 1024, 1000, 65536)] == ["0", "512", "1K", "1000", "64K"]
     assert units.load_text(16, 16384, 256, "cached") == "16 x 16K/256, cached"
 
