@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import copy
+import importlib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import typer
 from typer.testing import CliRunner
 
-from bench import report
+from bench import __main__ as commands
+from bench import release, report
 from bench.common import results
 from bench.kernels import report as kernels
 
@@ -111,3 +114,34 @@ def test_files_of_something_else_are_refused_by_name(tmp_path, text):
     (tmp_path / "other.json").write_text(text)
     shown = run_report(tmp_path / "other.json")
     assert shown.exit_code == 2 and "other.json" in shown.stderr
+
+
+def test_a_release_runs_what_is_missing_and_writes_its_page(tmp_path, monkeypatch):
+    runs = []
+
+    def run(words, **_):
+        runs.append(words)
+        if "no" not in words:
+            results.must_be_writable(path := Path(words[words.index("--output") + 1]))
+            results.write(DOCUMENT, path)
+        return SimpleNamespace(returncode=int("no" in words))
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(release.subprocess, "run", run)
+    monkeypatch.setitem(release.PARTS, "x", {"a": "kernels a", "b": "kernels no", "c": "answers m -- --flag x"})
+    app = typer.Typer()
+    app.command()(release.main)
+    for count in (3, 4):
+        shown = CliRunner().invoke(app, ["v9", "--part", "x"])
+        assert (shown.exit_code, len(runs)) == (1, count) and "x: failed: b; left: b" in shown.output, shown
+    assert runs[2][-2:] == ["--flag", "x"] and "a: MLA decode" in (tmp_path / "results/v9/README.md").read_text()
+    assert "x: failed: none; left: b" in CliRunner().invoke(app, ["v9", "--part", "x", "--seconds", "-1"]).output
+
+
+def test_the_commands_of_a_release_are_known():
+    for words in (words for part in release.PARTS.values() for words in part.values()):
+        module, function = commands.COMMANDS[words.split()[0]].split(":")
+        command = typer.Typer()
+        command.command()(getattr(importlib.import_module(module), function))
+        parsed = typer.main.get_command(command)
+        parsed.make_context("x", [*words.split(" -- ")[0].split()[1:], "--output", "o.json"])
