@@ -51,7 +51,7 @@ def section_of(document: dict) -> str:
         return "Servers"
     if "agreement" in document:
         return "Answers"
-    if "memory" in document and "requests" in document:
+    if "settings" in document and "server" in document:
         return "Soaks"
     return "Other checks" if "what" in document else "Without a table"
 
@@ -81,6 +81,13 @@ def soak(document: dict) -> list[str]:
     return [f"{document['what']}, {document['mode']}, {document['gpu']}", *shown, verdict]
 
 
+def soaks(documents: list[tuple[str, dict]]) -> str:
+    """A line per soak, and what failed. One that could not begin has no counts."""
+    lines = [soak(one) for _, one in documents if "memory" in one]
+    failed = [f"- {name}: failed: {text}" for name, one in documents for text in one["failures"]]
+    return "\n\n".join([*([table([SOAKS, *lines])] if lines else []), *(["\n".join(failed)] if failed else [])])
+
+
 def check(document: dict) -> list[str]:
     cases = document.get("cases")
     count = (
@@ -100,7 +107,7 @@ def body(section: str, documents: list[tuple[str, dict]], page: bool) -> str:
         return "\n\n".join(answers(name, one) for name, one in documents)
     sources = "\n".join(f"- {name}: {provenance_line(one)}" for name, one in documents)
     if section == "Soaks":
-        return f"{table([SOAKS, *(soak(one) for _, one in documents)])}\n\n{sources}"
+        return f"{soaks(documents)}\n\n{sources}"
     if section == "Other checks":
         return f"{table([['check', 'cases', 'outcome', 'GPU'], *(check(one) for _, one in documents)])}\n\n{sources}"
     return sources

@@ -81,23 +81,6 @@ def run(document: dict, grid: Grid, kernels: Providers, options: Options, output
         results.write(document, output)
 
 
-def fitting(grid: Grid) -> tuple[Grid, list[str]]:
-    """The rows that fit in the GPU's free memory, and the labels of the others. Raises ValueError when none fits."""
-    free = torch.cuda.mem_get_info()[0]
-    kept, left_out = grid.within(free)
-    if not kept.workloads:
-        raise ValueError(f"grid: wanted rows that fit in {free / 1e9:.1f} GB of free memory, got none in {grid.name}")
-    return kept, left_out
-
-
-def output_of(output: Path | None, grid: Grid, suffix: str) -> Path:
-    """Where the results go. Raises ValueError, naming --output, when they cannot go there."""
-    if output is None:
-        results.must_be_new(output := Path("results") / f"{grid.name}{suffix}.json")
-    results.must_be_writable(output)
-    return output
-
-
 def main(
     grid: Annotated[str, typer.Argument(help=f"{', '.join(configs.shipped('grids'))}, or a TOML file like these.")],
     kv_dtype: Annotated[KvDtype, typer.Option(help="fp8: an FP8 cache in all rows; same: as the grid says.")] = "same",
@@ -116,8 +99,13 @@ def main(
         whole = read_grid(grid, kv_dtype == "fp8")
         must_be_hopper()
         suffix = ("-fp8" if kv_dtype == "fp8" else "") + ("-h20-proxy" if h20_proxy else "")
-        path = output_of(output, whole, suffix)
-        kept, left_out = fitting(whole)
+        path = output or Path("results") / f"{whole.name}{suffix}.json"
+        if output is None:
+            results.must_be_new(path)
+        results.must_be_writable(path)
+        kept, left_out = whole.within(free := torch.cuda.mem_get_info()[0])
+        if not kept.workloads:
+            raise ValueError(f"grid: wanted rows that fit in {free / 1e9:.1f} GB of free memory, got none in {grid}")
         builds = libraries.load(library or [])
         found, versions = kernels_of(builds, peers, h20_proxy)
         kernels = providers.chosen(found, dict.fromkeys(one.kind for one in kept.workloads), only or [], skip or [])

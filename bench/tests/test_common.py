@@ -6,7 +6,6 @@ import importlib
 import os
 import signal
 import sys
-from types import SimpleNamespace
 
 import pynvml
 import pytest
@@ -30,48 +29,14 @@ def test_a_signal_stops_a_run_and_the_handler_comes_back(number):
     assert signal.getsignal(number) is before
 
 
-@pytest.fixture
-def driver(monkeypatch):
-    """NVML with two GPUs of 1000 MiB, 1 and 9000 MiB in use, and the processes (pid, MiB) of each."""
-
-    def clock(gpu, kind):
-        if kind == pynvml.NVML_CLOCK_MEM:
-            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
-        return 1980
-
-    running = [[(7, 100), (8, 5)], [(7, 20), (9, None)]]
-    fake = {
-        "Init": lambda: None, "Shutdown": lambda: None, "DeviceGetCount": lambda: 2,
-        "DeviceGetHandleByIndex": lambda index: index, "DeviceGetUUID": lambda gpu: f"GPU-{gpu}",
-        "SystemGetDriverVersion": lambda: "580.1", "DeviceGetName": lambda gpu: f"Fake {gpu}",
-        "DeviceGetEnforcedPowerLimit": lambda gpu: 700000, "DeviceGetMaxClockInfo": clock,
-        "DeviceGetMemoryInfo": lambda gpu: SimpleNamespace(total=1000 << 20, used=(1, 9000)[gpu] << 20),
-        "DeviceGetComputeRunningProcesses": lambda gpu: [
-            SimpleNamespace(pid=pid, usedGpuMemory=mib and mib << 20) for pid, mib in running[gpu]
-        ],
-    }  # fmt: skip
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    for name, function in fake.items():
-        monkeypatch.setattr(pynvml, f"nvml{name}", function)
-
-
-@pytest.mark.parametrize(
-    "visible, names, used", [(None, ["Fake 0", "Fake 1"], 9001), ("GPU-1", ["Fake 1"], 9000), ("", [], None)]
-)
-def test_visible_gpus_and_all_memory_of_processes_are_asked(driver, monkeypatch, visible, names, used):
-    if visible is not None:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert [gpu.name for gpu in gpus.gpus()] == names and gpus.used_mib() == used
-    assert gpus.process_mib({7}) == 120 and gpus.process_mib({9}) is None
-
-
-def test_provenance_says_what_made_a_figure(driver, monkeypatch, tmp_path):
+def test_provenance_says_what_made_a_figure(monkeypatch, tmp_path):
+    monkeypatch.setattr(gpus, "gpus", lambda: [gpus.Gpu("H200", 1000, "580.1", ["1980 MHz"])])
     (library := tmp_path / "lib.so").write_bytes(b"x")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("ETAP_COMMIT", "abc")
     monkeypatch.setattr(sys, "argv", ["python -m bench x", "a b", str(library)])
     made = provenance.provenance("python -m bench x", packages=("pytest", "no-such"), library=library, note="n")
-    assert (made.gpu, made.driver, made.clocks) == ("Fake 0", "580.1", ["1980 MHz", "700 W"])
+    assert (made.gpu, made.driver, made.clocks) == ("H200", "580.1", ["1980 MHz"])
     assert (made.commit, made.command, made.note) == ("abc", "python -m bench x 'a b' lib.so", "n")
     assert made.versions.keys() == {"pytest"} and made.library_sha256.startswith("2d711642b726b044")
 

@@ -80,7 +80,8 @@ ANSWERS = {
     "agreement": {"ETAP plain, few": STEPS | {"objections": ["median difference 9"]}},
 }  # fmt: skip
 SOAK = {
-    "what": "soak, vllm", "mode": "mtp", "seconds": 600.0, "requests": {"served": 7000}, "complete": False,
+    "what": "soak, vllm", "settings": {}, "server": {}, "mode": "mtp", "seconds": 600.0, "complete": False,
+    "requests": {"served": 7000},
     "counters": {"preempted": 3.0}, "memory": {"host": {"growth_mib": 4.0}, "gpu": {"growth_mib": None}},
     "failures": ["not complete"],
 }  # fmt: skip
