@@ -45,12 +45,11 @@ def kernels_of(builds: list[Build], peers: Path | None, h20_proxy: bool) -> tupl
     return providers.with_file(found, peers) if peers else (found, {})
 
 
-def document_of(grid: Grid, kernels: Providers, builds: list[Build], options: Options, versions: dict) -> dict:
+def document_of(grid: Grid, builds: list[Build], options: Options, versions: dict) -> dict:
     """The results file of a run that begins now, without a row."""
-    packages = {one.package for each in kernels.values() for one in each.values() if one.package}
-    library = None if builds else _library.library_path()
-    about = provenance("python -m bench kernels", packages=sorted(packages), library=library).model_dump()
+    about = provenance("python -m bench kernels")
     about["versions"] |= {"etap-backend": etap_backend.__version__, "torch": torch.__version__, **versions}
+    about |= {"library_sha256": None} if builds else {}
     chip = torch.cuda.get_device_name()
     gpu = f"H20 proxy ({chip.removeprefix('NVIDIA ')} throttled)" if options.h20_proxy else chip
     floor = floor_for(gpu, grid.workloads[0].kind)
@@ -113,7 +112,7 @@ def main(
         typer.secho(f"bench kernels: {error}", fg="red", err=True)
         raise typer.Exit(2) from error
     options = Options(replays, validate, h20_proxy, behind)
-    document = document_of(kept, kernels, builds, options, versions) | {"left_out": left_out}
+    document = document_of(kept, builds, options, versions) | {"left_out": left_out}
     run(document, kept, kernels, options, path)
     typer.echo(report.text(kept.name, document))
     if wrong := measure.problems(document):

@@ -21,12 +21,10 @@ import typer
 
 from bench.common.provenance import provenance
 from bench.common.results import must_be_writable, write
-from etap_backend import _library
 from support import cases, compare, sparse_cases, sparse_compare
 from support.cases import Case, Problem, Runner
 from support.sparse_cases import SparseCase, SparseProblem, SparseRunner
 
-PACKAGES = ("etap-backend", "torch", "apache-tvm-ffi")
 CASES = (
     Case((0, 1, 65, 200, 500), heads=16, num_sms=5),
     Case((130, 700), heads=8, s_q=1, num_sms=3, seed=1),
@@ -113,7 +111,7 @@ def main(
         raise typer.BadParameter("compute-sanitizer is not on PATH; it comes with the CUDA toolkit")
     if output:
         must_be_writable(output)
-    about = provenance("python -m bench sanitize", packages=PACKAGES, library=_library.library_path()).model_dump()
+    about = provenance("python -m bench sanitize")
     found = {tool: sanitize(tool) for tool in tools or ("memcheck", "racecheck")}
     if output:
         texts = [f"{tool}: {'clean' if code == 0 else f'exit code {code}'}" for tool, code in found.items()]

@@ -50,7 +50,6 @@ from bench.servers.agreement import (
 from bench.servers.client import Failed
 from bench.servers.engines import (
     ENGINES,
-    PACKAGES,
     Answer,
     Serving,
     Sglang,
@@ -62,7 +61,6 @@ from bench.servers.engines import (
     must_be_modes,
 )
 from bench.servers.processes import Server, end_all, served
-from etap_backend import _library
 
 CONTEXT = 4096 + 1024
 FEW, KNOWN_MANY = 8, 256  # requests at a time
@@ -320,15 +318,14 @@ def main(
         must_be_writable(output)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
-    library, packages = _library.library_path(), (engine, *PACKAGES)
-    about = provenance("python -m bench answers", packages=packages, library=library, note=note)
+    about = provenance("python -m bench answers", note)
     most, weights = max(requests, KNOWN_MANY if known else 0), "seeded" if seeded else "auto"
     serving = Serving(model, weights, max_requests=most, max_context=None if known else CONTEXT)
     run = Run(of, serving, serve_flags or [], output.with_suffix(""), requests, known)
-    with stopping(None):
+    with stopping():
         records, failures = run.all(names, modes.split(","), parallel)
     found, against = judged(records, names[0], known)
-    document = {"what": f"answers, {engine}", **about.model_dump(), "servers": run.about}
+    document = {"what": f"answers, {engine}", **about, "servers": run.about}
     document |= found | {"failures": failures + against}
     finish(document, output, report.answers(output.stem, document))
 

@@ -11,7 +11,6 @@ from typing import Literal
 
 from etap_backend.limits import SPARSE_FP8
 
-PACKAGES = ("etap-backend", "torch", "apache-tvm-ffi", "triton", "flashinfer-python", "sglang-kernel")
 SERVED_NAME = "served"
 SEED = 0
 PAGE_TOKENS = 64

@@ -28,11 +28,10 @@ from bench.models import dummy
 from bench.models.plugins import plugins
 from bench.servers import table
 from bench.servers.client import Failed
-from bench.servers.engines import ENGINES, PACKAGES, SEED, Load, Serving, Sglang, Variant, Vllm, read_result
+from bench.servers.engines import ENGINES, SEED, Load, Serving, Sglang, Variant, Vllm, read_result
 from bench.servers.generator import Generator, tail
 from bench.servers.processes import Server, free_port, served
 from bench.servers.scenario import Case, Scenario, cases_of, read_scenario
-from etap_backend import _library
 
 HOST_LOOPS, HOST_STEPS = 5, 400_000
 
@@ -188,7 +187,7 @@ def main(
         typer.secho(f"serve: {error}", fg="red", err=True)
         raise typer.Exit(2) from error
     try:
-        with stopping(None):
+        with stopping():
             run.all(turns)
     except Stopped as reason:
         document["stopped"] = str(reason)
@@ -211,9 +210,14 @@ def make_ready(run: Run, new: bool) -> None:
 
 def document_of(engine: str, scenario: Scenario, about: dict) -> dict:
     """A results file without readings."""
-    made = provenance("python -m bench serve", packages=(engine, *PACKAGES), library=_library.library_path())
     environment = {**scenario.environment, **scenario.of(engine).environment}
-    document = {"kind": "serve", "engine": engine, **made.model_dump(), **about, "environment": environment}
+    document = {
+        "kind": "serve",
+        "engine": engine,
+        **provenance("python -m bench serve"),
+        **about,
+        "environment": environment,
+    }
     document |= scenario.model_dump(include={"model", "gpus", "draft_tokens", "acceptance", "plugins"})
     return document | {"stopped": None, "servers": {}, "skipped": [], "failures": [], "rows": []}
 

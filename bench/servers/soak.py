@@ -44,10 +44,9 @@ from bench.servers import client
 from bench.servers.agreement import NOISE_FACTOR, PROMPT_TOKENS, Agreement, agreement, answer_in
 from bench.servers.answers import RIGHT_SHARE, finish
 from bench.servers.client import Failed, FailedRequest
-from bench.servers.engines import ENGINES, PACKAGES, Answer, Serving, Variant, configuration, is_sparse
+from bench.servers.engines import ENGINES, Answer, Serving, Variant, configuration, is_sparse
 from bench.servers.processes import Server, served
 from bench.servers.traffic import Settings, Tally, Traffic
-from etap_backend import _library
 
 # Measured with the trained model and correct kernels: answers part where the best two tokens are at most 0.125 nats
 # apart (wrong kernels: 1.2 and more), the largest difference of a step between two servers is 0.23 nats, the largest
@@ -291,7 +290,7 @@ def soak(engine: str, serving: Serving, variant: Variant, settings: Settings, fl
     document, tally = {"server": {}, "complete": False, "stopped": None, "failures": []}, Tally()
     try:
         with (
-            stopping(None),
+            stopping(),
             plugins(["seeded"] if serving.weights == "seeded" else []) as environment,
             served(ENGINES[engine], serving, variant, flags, log=output.with_suffix(".log"), environment=environment) as
             server,
@@ -338,8 +337,12 @@ def main(
     # SGLang loses a log-probability of a drafting request that it preempts, so it gets room for all.
     room = 8 * cache_tokens if engine == "sglang" and serving.draft_tokens else cache_tokens
     flags = [*of.small_cache(room), of.memory_flag, str(memory_share), *(serve_flags or [])]
-    about = provenance("python -m bench soak", packages=(engine, *PACKAGES), library=_library.library_path(), note=note)
-    document = {"what": f"soak, {engine}", **about.model_dump(), "mode": mode, "backend": variant.backend}
+    document = {
+        "what": f"soak, {engine}",
+        **provenance("python -m bench soak", note),
+        "mode": mode,
+        "backend": variant.backend,
+    }
     document |= {"settings": asdict(settings)} | soak(engine, serving, variant, settings, flags, output)
     if not document["complete"]:
         document["failures"].append(f"not complete, stopped {document['stopped']}")

@@ -12,12 +12,11 @@ import typer
 from typer.testing import CliRunner
 
 from bench.common import configs
-from bench.common.provenance import Provenance
 from bench.servers import scenario as scenarios
 from bench.servers import serve, table
 from bench.servers.engines import ENGINES, Vllm
 from bench.servers.scenario import Point, cases_of, read_scenario
-from bench.tests.fake_engine import children, stand_in
+from bench.tests.fake_engine import ABOUT, children, stand_in
 
 SCENARIO = """
 like = "decode-short"
@@ -59,7 +58,7 @@ def run(tmp_path, monkeypatch):
     monkeypatch.setattr(serve.driver, "gpus", lambda: [None])
     monkeypatch.setattr(serve, "HOST_STEPS", 1000)
     monkeypatch.setattr(table, "HOST_TOLERANCE", 10)
-    monkeypatch.setattr(serve, "provenance", lambda *_, **__: Provenance(date="2026-01-01", command="serve"))
+    monkeypatch.setattr(serve, "provenance", lambda *_: ABOUT)
     app, output = app_of(serve.main), tmp_path / "out.json"
 
     def call(*words: str, faults: str = ""):
