@@ -6,7 +6,8 @@
 Each turn of a backend is a server of its own. Every reading has the host's speed beside it: a fixed loop of plain
 Python, the slower of before and after. Of a point's readings those within 10% of each other's host speed are compared,
 the others are void. The output is written after every reading, so a run that is cut short (SIGTERM, Ctrl-C) keeps its
-readings. The exit status is 1 when a server or a point failed, and 2 when there is nothing to measure.
+readings; the same command goes on with what is missing in an output of the same commit and kind of GPU. The exit status
+is 1 when a server or a point failed, and 2 when there is nothing to measure.
 """
 
 from __future__ import annotations
@@ -63,6 +64,11 @@ class Run:
     fresh_seeds: int = field(default=0, init=False)
     sent: list[Case] = field(default_factory=list, init=False)  # to the server that runs
 
+    def missing(self, backend: str, turn: int) -> list[Case]:
+        """The points without a reading of this turn, in the file of an earlier call either."""
+        there = {row["point"] for row in self.document["rows"] if (row["backend"], row["turn"]) == (backend, turn)}
+        return [case for case in self.cases if case.text not in there]
+
     def variant(self, backend: str) -> Variant:
         return Variant.parse(backend, self.scenario.gpus)
 
@@ -79,6 +85,8 @@ class Run:
             options = {"environment": self.document["environment"] | more}
             for turn in range(1, turns + 1):
                 for name in self.backends:
+                    if not self.missing(name, turn):
+                        continue
                     log = self.output.with_suffix("") / f"{name}-{turn}.log"
                     typer.echo(f"{name}, turn {turn}: starting, log in {log}")
                     try:
@@ -94,7 +102,7 @@ class Run:
         room, self.sent = self.engine.cache_tokens(server.log()), []
         server.about.update(cache_tokens=room, cuda_graphs=self.engine.in_graphs(server.log()))
         self.document["servers"][f"{backend}, turn {turn}"] = server.about
-        for case in self.cases:
+        for case in self.missing(backend, turn):
             if room is not None and case.tokens > room:
                 text = f"{backend}, {case.text}: needs a cache of {case.tokens:,} tokens, the server has {room:,}"
                 self.document["skipped"] += [text] * (text not in self.document["skipped"])
@@ -182,18 +190,28 @@ def main(
         run = Run(ENGINES[engine], wanted, backend or specific.backends, cases, serving, flags, document, path)
         if commands:
             return print_commands(run)
-        make_ready(run, new=output is None)
+        earlier = goes_on_from(path, document)
+        make_ready(run, new=output is None and not earlier)
+        document |= {key: earlier[key] for key in ("date", "rows") if earlier}
     except (ValueError, OSError) as error:
         typer.secho(f"serve: {error}", fg="red", err=True)
         raise typer.Exit(2) from error
     try:
         with stopping():
             run.all(turns)
+            document["complete"] = True
     except Stopped as reason:
         document["stopped"] = str(reason)
     results.write(document, path)
     typer.echo(table.text(path.stem, document))
     raise typer.Exit(2 if not document["rows"] else bool(document["failures"]))
+
+
+def goes_on_from(path: Path, document: dict) -> dict:
+    """The results file of an earlier call of this run that did not end; {} where there is none."""
+    found = results.read_json(path) if path.exists() else None
+    same = ("kind", "commit", "gpu", "command", "complete")
+    return found if isinstance(found, dict) and all(found.get(key) == document[key] for key in same) else {}
 
 
 def make_ready(run: Run, new: bool) -> None:
@@ -219,7 +237,7 @@ def document_of(engine: str, scenario: Scenario, about: dict) -> dict:
         "environment": environment,
     }
     document |= scenario.model_dump(include={"model", "gpus", "draft_tokens", "acceptance", "plugins"})
-    return document | {"stopped": None, "servers": {}, "skipped": [], "failures": [], "rows": []}
+    return document | {"stopped": None, "servers": {}, "skipped": [], "failures": [], "complete": False, "rows": []}
 
 
 def print_commands(run: Run) -> None:

@@ -11,7 +11,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from bench.common import configs
+from bench.common import configs, results
 from bench.servers import scenario as scenarios
 from bench.servers import serve, table
 from bench.servers.engines import ENGINES, Vllm
@@ -107,10 +107,19 @@ def test_what_fails_is_told_and_the_rest_is_measured(run, faults, words, rows):
     assert len(document["rows"]) == rows
 
 
-def test_a_signal_ends_a_run_and_keeps_its_file(run):
+def test_a_signal_ends_a_run_which_the_same_command_completes(run, tmp_path):
     threading.Timer(4, os.kill, (os.getpid(), signal.SIGTERM)).start()
-    code, _, document = run(faults="slow")
+    code, _, document = run("--turns", "1", faults="slow")
     assert code == 2 and document["stopped"] == "by SIGTERM" and document["rows"] == []
+    document["rows"] = [reading("ETAP", 10.0) | {"point": f"{n} x 1K/8, {how}"} for n, how in LEFT]
+    results.write(document, tmp_path / "out.json")
+    code, _, document = run("--turns", "1")
+    assert code == 0 and document["complete"] and not document["stopped"], document["failures"]
+    assert [row["backend"] for row in document["rows"]] == ["ETAP"] * 3 + ["FLASHMLA"] * 3
+    assert document["rows"][1]["host_ms"] == 10.0 and document["rows"][2]["turn"] == 1
+
+
+LEFT = ((2, "cached"), (1, "cached"))
 
 
 def reading(backend: str, host: float, tpot: float = 10.0) -> dict:
