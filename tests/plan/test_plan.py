@@ -266,11 +266,12 @@ deployments = st.builds(
     tp=st.sampled_from([1, 2, 4, 8]),
     dp=st.sampled_from([1, 2]),
     pp=st.sampled_from([1, 2, 4]),
+    dcp=st.sampled_from([1, 2, 4, 8]),
     cache=st.sampled_from(["bfloat16", "fp8"]),
     context=st.integers(1, 131072),
     batch=st.integers(1, 512),
     s_q=st.integers(1, 4),
-).map(lambda where: replace(where, gpus=where.tp * where.dp * where.pp))
+).map(lambda where: replace(where, gpus=where.tp * where.dp * where.pp, dcp=min(where.dcp, where.tp)))
 models, gpus = st.sampled_from(DENSE).map(read_model), st.sampled_from(GPUS).map(read_gpu)
 
 

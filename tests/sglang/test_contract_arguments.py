@@ -58,6 +58,7 @@ MTP = (
     "--speculative-algorithm", "EAGLE", "--speculative-num-steps", 3, "--speculative-eagle-topk", 1,
     "--speculative-num-draft-tokens", 4,
 )  # fmt: skip
+TREE = (*MTP, "--speculative-eagle-topk", 2)
 NGRAM = ("--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", 4)
 DRAFT_BACKEND = "--speculative-draft-attention-backend"
 DETERMINISTIC = "--enable-deterministic-inference"
@@ -304,6 +305,7 @@ def test_prefill_has_the_cuda_graph_that_it_has_with_flash_attention(resolve, ca
     ("dense", ("--dtype", "float32"), "dtype float32"),
     ("dense", ("--kv-cache-dtype", "fp8_e5m2"), "kv_cache_dtype fp8_e5m2"),
     ("dense", NGRAM, "speculative algorithm NGRAM"),
+    ("dense", TREE, "speculative_eagle_topk 2"),
     ("dense", PREFILL_CP, "enable_prefill_cp"),
     ("dense", (DETERMINISTIC, "--kv-cache-dtype", "fp8_e4m3"), "enable_deterministic_inference"),
     ("dense", (DETERMINISTIC, *DCP), "enable_deterministic_inference"),
