@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from etap_backend._library import library
-from etap_backend._operator import Operator, compiled, schema
+from etap_backend._operator import Operator, compiled, constant_result, schema
 from etap_backend.calls import ScheduleCall
 from etap_backend.limits import WORK_RANGE_FIELDS, dtype_name
 
@@ -70,7 +70,7 @@ class DecodeShape(NamedTuple):
 
 
 @functools.cache
-@torch.compiler.assume_constant_result  # torch.compile cannot trace the library
+@constant_result
 def decode_shape(
     rows: int, num_sms: int, batch: int = ANY_BATCH, fp8_cache: bool = False, fp8_math: bool = False
 ) -> DecodeShape:
