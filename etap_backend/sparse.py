@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from etap_backend._library import library
-from etap_backend._operator import Operator, compiled, schema, type_name
+from etap_backend._operator import Operator, compiled, constant_result, schema, type_name
 from etap_backend.calls import SparseCall
 from etap_backend.cpu import sparse as cpu_sparse
 from etap_backend.limits import LATENT_DIM
@@ -18,6 +18,7 @@ CPU_SMS = 132
 
 
 @functools.cache
+@constant_result
 def sparse_decode_shape(heads: int) -> DecodeShape:
     """The library's answer. Raises ImportError without a library, ValueError for less than one head."""
     return DecodeShape(*library().sparse_decode_shape(heads))

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from drop_ins import KINDS, SOFTMAX_SCALE, Drawn, both_devices, check, draw, refused
+from drop_ins import KINDS, SOFTMAX_SCALE, Drawn, both_devices, check, check_traced, draw, refused
 
 from etap_backend.compat import flash_attn_interface as fa3
 
@@ -368,3 +368,15 @@ def test_plans_are_refused_by_name(kind, name, value):
     given = {"max_seqlen_q": 1} | {name: value}
     with refused(kind, name):
         make().metadata(given.pop("max_seqlen_q"), **given)
+
+
+@both_devices
+@pytest.mark.parametrize("counts", [1, 3, (1,) * 6, (3, 1, 2, 4, 4, 3), (1, 1, 2, 1, 1, 40)])
+def test_torch_compile_leaves_no_graph_break_and_the_same_bits(device, counts):
+    """Lists on the host are read to check them, which a trace cannot."""
+    problem = make(counts=counts, device=device)
+    check_traced(lambda: problem.run(causal=True))
+    metadata = problem.metadata(max(problem.drawn.counts))
+    check_traced(lambda: problem.run(causal=True, scheduler_metadata=metadata))
+    if not isinstance(counts, int):
+        check_traced(lambda: problem.run_varlen(causal=True))

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from drop_ins import FP8, KINDS, KV_SCALE, WILD, Drawn, both_devices, check, draw, refused
+from drop_ins import FP8, KINDS, KV_SCALE, WILD, Drawn, both_devices, check, check_traced, draw, refused
 
 from etap_backend.compat import flashinfer
 from etap_backend.compat.flashinfer import LISTS, BatchMLAPagedAttentionWrapper
@@ -340,3 +340,12 @@ def test_softmax_scales_are_numbers_of_float32(scale):
 def test_wrappers_are_refused_by_name(kind, name, wrong):
     with refused(kind, name):
         BatchMLAPagedAttentionWrapper(**{"float_workspace_buffer": torch.empty(64)} | wrong)
+
+
+@both_devices
+@pytest.mark.parametrize("kind", SERVED_KINDS)
+def test_torch_compile_leaves_no_graph_break_and_the_same_bits(device, kind):
+    problem = make(counts=2, kind=kind, device=device)
+    wrapper = problem.wrapper()
+    wrapper.plan(**problem.lists | problem.model)
+    check_traced(lambda: wrapper.run(**problem.call, return_lse=True))
