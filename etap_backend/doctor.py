@@ -10,6 +10,7 @@ from enum import Enum
 
 import torch
 
+import etap_backend
 from etap_backend import __version__, _library, engine_contract
 from etap_backend.limits import why_unsupported
 from etap_backend.sglang import versions as sglang
@@ -26,6 +27,7 @@ except Exception as error:
 print("{mark}" + (why_not or "").partition("\\n")[0])
 """
 """The end of a probe; it prints a line with the reason after the mark, or nothing after it where ETAP can run."""
+SOURCES = etap_backend.__path__[0]
 SPARSE_MODELS = "sparse attention (DeepSeek-V3.2, GLM-5)"
 
 
@@ -144,8 +146,10 @@ def check_library() -> Finding:
     try:
         version = _library.library().abi_version()
     except ImportError as error:
-        return Finding(Verdict.BROKEN, str(error), "reinstall etap-backend from its wheel")
-    return Finding(Verdict.OK, f"ABI version {version}, {_library.library_path()}")
+        return Finding(Verdict.BROKEN, str(error))  # with what to do
+    path = _library.library_path()
+    beside = any(path.is_relative_to(folder) for folder in etap_backend.__path__)
+    return Finding(Verdict.OK, f"ABI version {version}, {path}", "" if beside else f"serves the sources in {SOURCES}")
 
 
 def _probe(plugin: Plugin) -> tuple[str | None, tuple[str, ...]]:
@@ -204,7 +208,7 @@ def run(options: object = None) -> int:
     """Print each finding as it comes; gives 1 when something is broken, else 0."""
     checks: dict[str, Callable[[], Finding]] = {"GPU": check_gpu, "driver": check_driver, "library": check_library}
     checks |= {plugin.engine.name: lambda plugin=plugin: check_plugin(plugin) for plugin in PLUGINS}
-    print(f"etap-backend {__version__}, torch {torch.__version__}")
+    print(f"etap-backend {__version__} in {SOURCES}, torch {torch.__version__}")
     broken = False
     for name, check in checks.items():
         print(f"{name:<9}", end="", flush=True)  # an engine takes half a minute to load
