@@ -16,8 +16,8 @@ from torch.compiler import is_compiling
 from etap_backend._operator import check_tensor
 from etap_backend.compat import check_out, named, plan, refuse_options, whole_rows
 from etap_backend.dense import mla_decode
-from etap_backend.limits import DTYPES, LATENT_DIM, ROPE_DIM, WORK_RANGE_FIELDS, dtype_name
-from etap_backend.schedule import BuiltSchedule, count, decode_shape, sms_of
+from etap_backend.limits import DTYPES, LATENT_DIM, MAX_COUNT, ROPE_DIM, WORK_RANGE_FIELDS, count, dtype_name
+from etap_backend.schedule import BuiltSchedule, decode_shape, sms_of
 
 __all__ = ["flash_attn_varlen_func", "flash_attn_with_kvcache", "get_scheduler_metadata"]
 
@@ -199,7 +199,8 @@ def get_scheduler_metadata(
         if got != wanted:
             raise NotImplementedError(f"{name}: wanted {wanted}, got {got}")
     _integers("cache_seqlens", cache_seqlens, (batch_size,), check_tensor("cache_seqlens", cache_seqlens).device)
-    rows = count("max_seqlen_q", max_seqlen_q) * count("num_heads_q", num_heads_q)
+    heads = count("num_heads_q", num_heads_q)
+    rows = heads * count("max_seqlen_q", max_seqlen_q, MAX_COUNT // heads)
     # One row of metadata for each request and one more hold the offsets: the shape gives the number of requests.
     room = (batch_size + 1) * WORK_RANGE_FIELDS - 1
     kind = {"batch_invariant": num_splits == 1, "handed_over": True}
@@ -254,7 +255,7 @@ def _requests(starts: Tensor, longest: Any, q: Tensor) -> tuple[int, int]:
         if longest == 1 and batch == len(q) and numbers != [min(row, numbers[-1]) for row in range(batch + 1)]:
             wanted = "requests without a token last, or max_seqlen_q 2"
             raise ValueError(f"cu_seqlens_q: wanted {wanted}, got {numbers}")
-    return batch, longest
+    return batch, min(longest, max(1, len(q)))
 
 
 def _padding_pays(q: Tensor, batch: int, longest: int) -> bool:

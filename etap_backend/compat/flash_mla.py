@@ -27,12 +27,13 @@ from etap_backend.limits import (
     SPARSE_FP8,
     V4_ROW_BYTES,
     WORK_RANGE_FIELDS,
+    count,
     dtype_name,
     output_dtypes,
     why_unsupported,
     why_unsupported_sparse,
 )
-from etap_backend.schedule import BuiltSchedule, count, decode_shape, sms_of
+from etap_backend.schedule import BuiltSchedule, decode_shape, sms_of
 from etap_backend.sparse import device_sms, sparse_decode_shape, sparse_mla_decode
 
 __all__ = [

@@ -361,7 +361,8 @@ def test_vllms_form_names_its_own_arguments():
 @pytest.mark.parametrize("kind, name, value", [
     (TypeError, "cache_seqlens", None), (ValueError, "cache_seqlens", torch.zeros(6)),
     (ValueError, "cache_seqlens", int32(1)), (ValueError, "max_seqlen_q", 0), (TypeError, "max_seqlen_q", None),
-    (TypeError, "num_heads_q", None), (NotImplementedError, "num_heads_kv", 8), (NotImplementedError, "headdim", 128),
+    (ValueError, "max_seqlen_q", 2**30), (ValueError, "num_heads_q", 2**40), (TypeError, "num_heads_q", None),
+    (NotImplementedError, "num_heads_kv", 8), (NotImplementedError, "headdim", 128),
     (NotImplementedError, "headdim_v", None), (NotImplementedError, "window_size", (3, 0)),
 ])  # fmt: skip
 def test_plans_are_refused_by_name(kind, name, value):

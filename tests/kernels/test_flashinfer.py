@@ -258,7 +258,9 @@ PLAN_REFUSALS = [
     (ValueError, "qo_indptr", {"qo_indptr": INT32 + 1}),
     *((NotImplementedError, "qo_indptr", {"qo_indptr": torch.tensor(one, dtype=torch.int32)})
       for one in ([0, 1, 3, 4, 5, 6], [0, 1, 1, 2, 3, 4], [0, 0, 2, 4, 6, 8])),
+    (ValueError, "qo_indptr", {"qo_indptr": torch.arange(len(LENGTHS) + 1, dtype=torch.int32) << 28}),
     (ValueError, "num_heads", {"num_heads": 0}),
+    (ValueError, "num_heads", {"num_heads": 2**40}),
     (ValueError, "page_size", {"page_size": 0}),
     *((NotImplementedError, name, {name: value}) for name, value in (
         ("head_dim_ckv", 256), ("head_dim_kpe", 0), ("causal", None), ("q_data_type", FP8), ("q_data_type", None),
