@@ -134,6 +134,9 @@ def main(words: list[str] | None = None) -> int:
     Raises SystemExit where argparse does: for --help, --version and words that it refuses.
     """
     words = sys.argv[1:] if words is None else words
+    for name in "stdout", "stderr":
+        if getattr(sys, name) is None:  # the caller closed it
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
     try:
         try:
             return _run(words)
@@ -156,3 +159,7 @@ def main(words: list[str] | None = None) -> int:
             return NO_READER
         print(f"etap: the output cannot be written: {error.strerror}", file=sys.stderr)
         return os.EX_IOERR
+
+
+if __name__ == "__main__":
+    sys.exit(main())
