@@ -125,7 +125,15 @@ def _run(words: list[str]) -> int:
     # torch warns in every program without numpy; nothing here needs it.
     warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
     with _ending_at_once():
-        return importlib.import_module(COMMANDS[options.command]).run(options)
+        try:
+            command = importlib.import_module(COMMANDS[options.command])
+        except (ImportError, OSError) as error:  # libraries of an installed torch may be missing
+            broken = next((name for name in ("torch", "tvm_ffi") if name not in sys.modules), None)
+            if broken is None or getattr(error, "name", None) == broken:
+                raise
+            print(f"etap {options.command}: {broken} is installed and does not load: {error}", file=sys.stderr)
+            return USAGE_ERROR
+        return command.run(options)
 
 
 def main(words: list[str] | None = None) -> int:

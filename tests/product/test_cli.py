@@ -355,6 +355,19 @@ def test_a_missing_module_is_named_with_the_requirement_that_brings_it(monkeypat
         assert status == 2 and errors.endswith(f"needs {module}, which is not installed: pip install '{requirement}'\n")
 
 
+@pytest.mark.parametrize("module", ["torch", "tvm_ffi"])
+@pytest.mark.parametrize("error", ["OSError('lib.so: cannot open')", "ImportError('lib.so: undefined symbol')"])
+def test_a_requirement_that_does_not_load_is_named_in_one_line(tmp_path, module, error):
+    (tmp_path / f"{module}.py").write_text(f"raise {error}")
+    if module == "tvm_ffi":
+        (tmp_path / "torch.py").write_text("version = __version__ = Tensor = Size = None")
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+    command = [sys.executable, "-m", "etap_backend", "doctor"]
+    run = subprocess.run(command, env=environment, cwd=HERE, capture_output=True, text=True)
+    assert run.returncode == 2 and run.stderr.count("\n") == 1
+    assert run.stderr.startswith(f"etap doctor: {module} is installed and does not load: lib.so")
+
+
 def test_the_package_refuses_unknown_names():
     with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
         etap_backend.nothing  # noqa: B018
