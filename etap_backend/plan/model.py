@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os.path
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -247,7 +248,8 @@ class Model:
 def _normalised(data: dict) -> dict:
     """A config.json under the names of `Model`."""
     if isinstance(text := data.get("text_config"), dict):
-        data = {"quantization_config": data.get("quantization_config")} | text
+        own = {key: value for key, value in text.items() if value is not None}
+        data = {"quantization_config": data.get("quantization_config")} | own
     data = {OTHER_NAMES.get(key, key): value for key, value in data.items()}
     if str(kind := data.get("model_type", "")).startswith(V4):
         if kind not in RATIOS:
@@ -268,8 +270,9 @@ def _v4_as_latent(data: dict) -> dict:
     row, rope = data["head_dim"], data["qk_rope_head_dim"]
     names = {"kv_lora_rank": row, "v_head_dim": row, "qk_nope_head_dim": row - rope}
     names |= {"index_kpool": CSA if kind == V4 else 1, "intermediate_size": data["moe_intermediate_size"]}
-    experts = (data.get("quantization_config") or {}).get("expert_dtype") or "fp4"
-    return {"expert_dtype": experts} | data | names
+    quantization = data.get("quantization_config")  # `record` refuses what is no object
+    experts = quantization.get("expert_dtype") if isinstance(quantization, dict) else None
+    return {"expert_dtype": experts or "fp4"} | data | names
 
 
 def read_model(name: str) -> Model:
@@ -277,7 +280,7 @@ def read_model(name: str) -> Model:
 
     Raises ValueError, naming the argument and the key, otherwise.
     """
-    path = Path(name) / "config.json" if Path(name).is_dir() else files.find("models", name)
+    path = Path(name) / "config.json" if os.path.isdir(name) else files.find("models", name)
     content = files.read_json(path, "model")
     try:
         return files.record(Model, _normalised(content))

@@ -6,6 +6,7 @@ A plan may be 15% off a reading (WITHIN).
 from __future__ import annotations
 
 import json
+import os
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -367,6 +368,7 @@ def linear(full_attention: list[int]) -> dict:
         ({"hidden_size": "7168"}, "hidden_size"),
         ({"kv_lora_rank": None}, "kv_lora_rank"),
         ({"index_topk": 2048}, "index_topk"),
+        ({"quantization_config": "fp8"}, "quantization_config"),
         ({"layer_types": ["full_attention"] * 60}, "layer_types"),
     ],
 )
@@ -379,6 +381,42 @@ def test_a_wrong_config_is_refused_by_key(tmp_path, changes, key):
 def test_a_model_that_etap_refuses_has_no_plan(tmp_path, changes):
     with pytest.raises(ValueError, match="^model: wanted one that ETAP runs: .* is not supported"):
         make_plan(read_model(changed(tmp_path, **changes)), H20, on())
+
+
+@pytest.mark.parametrize("depth", [900, 960, 985, 10**5])
+def test_deeply_nested_json_is_refused(tmp_path, depth):
+    path = tmp_path / "nested.json"
+    path.write_text(f'{{"hidden_size": {"[" * depth}{"]" * depth}}}')
+    with pytest.raises(ValueError, match=r"^model: wanted a JSON file|^model: .*nested.json: hidden_size: wanted "):
+        read_model(str(path))
+
+
+def test_a_null_in_a_text_config_is_like_no_key(tmp_path):
+    inner = json.loads((FOLDER / "models/deepseek-r1.json").read_text())
+    outer = {"quantization_config": inner.pop("quantization_config"), "text_config": inner}
+    (tmp_path / "config.json").write_text(json.dumps(outer))
+    read = read_model(str(tmp_path))
+    inner["quantization_config"] = None
+    (tmp_path / "config.json").write_text(json.dumps(outer))
+    assert read_model(str(tmp_path)) == read and read.fp8_weights
+
+
+@pytest.fixture
+def not_root():
+    """Root may read everything."""
+    user = os.geteuid()
+    os.seteuid(user or 65534)
+    yield
+    os.seteuid(user)
+
+
+def test_a_path_below_a_closed_folder_is_refused(tmp_path, not_root):
+    folder = tmp_path / "closed"
+    if os.access(tmp_path, os.W_OK, effective_ids=True):
+        folder.mkdir(mode=0)
+    for read, argument in (read_model, "model"), (read_gpu, "gpu"):
+        with pytest.raises(ValueError, match=f"^{argument}: wanted a file that exists and can be read"):
+            read(f"{folder}/config.json")
 
 
 def test_a_wrong_gpu_file_is_refused_by_key(tmp_path):
@@ -446,7 +484,7 @@ def test_json_has_what_the_screen_has(etap_plan):
     "arguments, words",
     [
         (["--gpu", "A100"], "--gpu: wanted a file or one of h100, .*, got A100"),
-        (["--gpu", "mine.json"], "--gpu: wanted a file that exists, got mine.json$"),
+        (["--gpu", "mine.json"], "--gpu: wanted a file that exists and can be read, got mine.json$"),
         (["--context", "64Q"], "--context: wanted a number of tokens such as 4096, 4K or 1M, got '64Q'"),
         (["--context", "9" * 5000], "--context: wanted"),
         (["--batch", "1" + "0" * 400], "--batch: wanted"),
@@ -462,7 +500,9 @@ def test_json_has_what_the_screen_has(etap_plan):
         (["--attention-share", "nan"], "--attention-share: wanted"),
         (["--utilization", "nan"], "--utilization: wanted"),
         (["no-one/no-model"], "model: wanted a file or one of deepseek-r1, .*, got no-one/no-model"),
-        (["./no-model"], "model: wanted a file that exists, got ./no-model$"),
+        (["./no-model"], "model: wanted a file that exists and can be read, got ./no-model$"),
+        (["x" * 5000], "model: wanted a file or one of .*, got x{200}[.]{3}$"),
+        (["--gpu", "/" + "x" * 5000], "--gpu: wanted a file that exists and can be read, got /x"),
         ([__file__], "model: wanted a JSON file, got .*test_plan.py"),
     ],
 )
