@@ -42,7 +42,7 @@ except Exception as error:
 print("{mark}" + (why_not or "").partition("\\n")[0])
 """
 """The end of a probe; it prints a line with the reason after the mark, or nothing after it where ETAP can run."""
-SOURCES = etap_backend.__path__[0]
+SOURCES = Path(etap_backend.__file__).parent
 SPARSE_MODELS = "sparse attention (DeepSeek-V3.2, GLM-5)"
 
 

@@ -13,7 +13,7 @@ from etap_backend.plan.gpu import read_gpu
 from etap_backend.plan.model import read_model
 from etap_backend.plan.report import document, screen
 
-FLAGS = {"model": "model", "gpus": "--count", "cache": "--kv-dtype"}
+FLAGS = {"model": "model", "gpus": "--count", "cache": "--kv-dtype", "rows": "--s-q x heads"}
 
 
 def _tensor_parallel(count: int, over: int) -> int:

@@ -496,6 +496,7 @@ def test_json_has_what_the_screen_has(etap_plan):
         (["--count", "8", "--dp", "3"], "--count: wanted a multiple of --dp x --pp = 3, got 8"),
         (["--tp", "4"], "--count: wanted tp x dp x pp = 4, got 8"),
         (["--s-q", "0"], "--s-q: wanted"),
+        (["--s-q", str(2**31 - 1)], "--s-q x heads: wanted 1 to"),
         (["--cache", "fp8_e5m2"], "--kv-dtype: wanted .*, got fp8_e5m2"),
         (["--attention-share", "nan"], "--attention-share: wanted"),
         (["--utilization", "nan"], "--utilization: wanted"),
