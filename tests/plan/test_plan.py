@@ -78,11 +78,59 @@ def etap_plan(capsys):
         ("kimi-k3", 2800),
         ("deepseek-v2-lite", 15.7),
         ("deepseek-v4-flash", 284),
+        ("kimi-linear", 49.1),
+        ("mistral-large-3", 673),  # 675 with its vision encoder of 2.5
     ],
 )
 def test_parameters(model, billions):
     """As the models' cards state them."""
     assert parameters_of(read_model(model)) / 1e9 == pytest.approx(billions, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    "model, billions, terabytes, cached", [("kimi-k2-thinking", 1026, 0.594, 61), ("ling-3.0-flash", 127, 0.254, 7)]
+)
+def test_checkpoints(model, billions, terabytes, cached):
+    """Kimi-K2-Thinking's experts have 4 bits and a scale per 32; 7 of Ling's 42 layers have a KV cache."""
+    read = read_model(model)
+    parts = [one for one in weights_of(read, on(gpus=1, tp=1, s_q=2)) if one.name != "attention, absorbed copy"]
+    assert sum(part.parameters for part in parts) / 1e9 == pytest.approx(billions, rel=0.01)
+    assert sum(part.bytes_per_gpu for part in parts) / 1e12 == pytest.approx(terabytes, rel=0.01)
+    assert len(read.attention_layers) == cached and memory_of(read, H200, on()).cache_per_token == cached * 1152
+
+
+@pytest.mark.parametrize(
+    "how, left_out, attention, expert",
+    [
+        ({"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True}, ["self_attn"], 2.0, 0.5 + 2.5 / 64),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 128}, None, 0.5 + 2 / 128, 0.5 + 2 / 128),
+        ({"quant_method": "gptq_marlin", "bits": 8, "group_size": -1}, None, 1 + 2 / 4096, 1 + 2 / 4096),
+    ],
+)
+def test_bytes_of_packed_weights(tmp_path, how, left_out, attention, expert):
+    quantization = how | {"modules_to_not_convert": left_out}
+    model = read_model(changed(tmp_path, quantization_config=quantization))
+    assert (model.attention_bytes, model.expert_bytes) == (pytest.approx(attention), pytest.approx(expert))
+    fewer = make_plan(model, H200, on()).rest_ms, make_plan(R1, H200, on()).rest_ms
+    assert how["bits"] == 8 or fewer[0] < fewer[1], "a step reads fewer bytes"
+
+
+@pytest.mark.parametrize(
+    "name, shipped",
+    [("ZAI-org/glm-5", "glm-5-fp8"), ("GLM-5.2", "glm-5.2"), ("moonshotai/Kimi-K2.5", "kimi-k2-thinking")],
+)
+def test_models_have_their_hubs_names_in_any_case(name, shipped):
+    assert read_model(name) == read_model(shipped) and read_gpu("h20-3E") == H20_141
+
+
+def test_the_outer_quantization_counts_where_the_text_models_is_null(tmp_path):
+    whole = json.loads((FOLDER / "models/deepseek-r1.json").read_text())
+    outside = {
+        "quantization_config": whole["quantization_config"],
+        "text_config": whole | {"quantization_config": None},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(outside))
+    assert read_model(str(tmp_path)) == R1
 
 
 def test_kimi_k3s_checkpoint():
@@ -164,15 +212,17 @@ def test_next_token_prediction_brings_a_layer():
 
 # Calls and steps
 
-CALLS = [  # H200 and H20 proxy: requests, thousands of tokens, query tokens, ETAP's and FlashMLA's microseconds
+# Requests, thousands of tokens and query tokens, ETAP's and FlashMLA's microseconds; H20s': the proxy's.
+CALLS = [
     (H200, 16, 16, 1, 71.4, 89.4),
     (H200, 16, 64, 1, 273.2, 305.0),
     (H200, 128, 4, 1, 136.8, 153.8),
-    (H20, 16, 16, 1, 86.8, 298.1),
-    (H20, 16, 64, 1, 315.8, 1130.5),
-    (H20, 128, 4, 1, 167.3, 589.5),
-    (H20, 16, 16, 2, 153.5, None),
-    (H20, 16, 16, 4, 306.5, None),
+    (H20_141, 16, 16, 1, 86.8, 298.1),
+    (H20_141, 16, 64, 1, 315.8, 1130.5),
+    (H20_141, 128, 4, 1, 167.3, 589.5),
+    (H20_141, 16, 16, 2, 153.5, None),
+    (H20_141, 16, 16, 4, 306.5, None),
+    (H20_141, 16, 64, 4, 1173.1, None),
 ]
 
 
@@ -182,10 +232,18 @@ def test_calls_are_as_measured(gpu, batch, context, s_q, etap, flashmla):
     assert expected[0] == close(etap) and (flashmla is None or expected[1] == close(flashmla))
 
 
-@pytest.mark.parametrize("gpu, batch, us, fp8_math_us", [(H20, 16, 348.3, 189.8), (H20, 32, 683.6, 369.0)])
+@pytest.mark.parametrize("gpu, batch, us, fp8_math_us", [(H20_141, 16, 348.3, 189.8), (H20_141, 32, 683.6, 369.0)])
 def test_calls_on_an_fp8_cache_are_as_measured(gpu, batch, us, fp8_math_us):
     made = make_plan(R1, gpu, on(batch, 64 * K, cache="fp8"))
     assert made.etap.call_us == close(us) and made.fp8_math.call_us == close(fp8_math_us)
+
+
+@pytest.mark.parametrize("s_q, flashmla_us, fp8_math_us", [(1, 182.0, 56.1), (4, 186.0, 177.6), (8, 357.9, 335.2)])
+def test_drafts_on_an_fp8_cache_are_as_measured(s_q, flashmla_us, fp8_math_us):
+    """The H20 proxy, 16 x 16K: with FP8 math ETAP is never behind FlashMLA, whatever the drafts."""
+    made = make_plan(R1, H20_141, on(cache="fp8", s_q=s_q))
+    assert flashmla(made).call_us == close(flashmla_us) and made.fp8_math.call_us == close(fp8_math_us)
+    assert made.best is made.fp8_math and made.gain.call > 1
 
 
 @pytest.mark.parametrize("s_q, ms", [(1, 0.601), (2, 0.606), (4, 0.614), (5, 1.168)])
@@ -243,8 +301,8 @@ def test_steps_at_full_depth(batch, context, etap_ms, flashmla_ms):
 
 def test_a_gain_is_a_range_between_two_estimates_of_the_rest():
     made, of_share = make_plan(R1, H20_141, on()), make_plan(R1, H20_141, on(), attention_share=0.30)
-    assert made.gain.lower < made.gain.upper and made.gain.lower == pytest.approx(of_share.gain.upper, rel=0.01)
-    assert made.rest_ms * LONGEST_REST.value == pytest.approx(of_share.rest_ms, rel=0.01)
+    assert made.gain.lower < made.gain.upper and made.gain.lower == pytest.approx(of_share.gain.upper, rel=0.05)
+    assert made.rest_ms * LONGEST_REST.value == pytest.approx(of_share.rest_ms, rel=0.05)
     assert f"{percent(made.gain)}% more tokens/s than with FlashMLA" in verdict(made, H20_141)
     assert {peer.kernel for peer in make_plan(R1, H200, on()).peers} == {"FlashMLA", "FA3", "FlashInfer"}
 
@@ -358,7 +416,10 @@ def linear(full_attention: list[int]) -> dict:
         (fp8(5), "quantization_config.weight_block_size"),
         (fp8([0, 128]), "quantization_config.weight_block_size.0"),
         (fp8([128]), "quantization_config.weight_block_size"),
-        ({"quantization_config": {"quant_method": "awq"}}, "quantization_config.quant_method"),
+        ({"quantization_config": {"quant_method": "bitsandbytes"}}, "quantization_config.quant_method"),
+        ({"quantization_config": {"quant_method": "awq", "bits": 3, "group_size": 128}}, "quantization_config.bits"),
+        ({"quantization_config": {"quant_method": "awq"}}, "bits"),
+        ({"model_type": "longcat_flash"}, "model_type"),
         ({"quantization_config": {"quant_method": "compressed-tensors"}}, "format"),
         (linear([4, 62]), "linear_attn_config.full_attn_layers"),
         (linear([4, 4]), "linear_attn_config.full_attn_layers"),
@@ -437,6 +498,23 @@ def test_the_engines_names_of_a_cache_are_known(etap_plan):
     assert all(etap_plan("--gpu", "H200", "--cache", name) == plain for name in ("bf16", "bfloat16"))
 
 
+def test_drafts_are_planned_beside_each_other(etap_plan):
+    """Each row is the plan of so many drafts, and a star is at the most tokens per second of each side."""
+    words = ("--kv-dtype", "fp8", "--drafts", "--acceptance", "0.8")
+    drafting = json.loads(etap_plan(*words, "--json"))["drafting"]
+    assert [row["drafts"] for row in drafting["rows"]] == list(range(8)) and drafting["source"] == "given"
+    third, made = drafting["rows"][2], make_plan(R1, H20_141, on(cache="fp8", s_q=3))
+    assert third["tokens_per_step"] == pytest.approx(1 + 0.8 + 0.64) and third["fits"]
+    assert third["etap"]["step_ms"] == pytest.approx(made.step_with(made.best))
+    assert third["peer"]["kernel"] == "FlashMLA" and third["gain"]["upper"] == pytest.approx(made.gain.upper)
+    assert third["etap"]["tokens_per_s"] == pytest.approx(16e3 * 2.44 / third["etap"]["step_ms"])
+    for side in ("etap", "peer"):
+        most = max(drafting["rows"], key=lambda row: row[side]["tokens_per_s"])
+        assert drafting["best"][side] == most["drafts"] > 0
+    assert "accepted with 0.71 where those before it are (3.20 tokens per step with 7 drafts" in etap_plan("--drafts")
+    assert "drafts cost nothing to make here" in etap_plan("kimi-k2", "--gpu", "H200", "--count", "16", "--drafts")
+
+
 def test_json_has_what_the_screen_has(etap_plan):
     text = etap_plan("kimi-k2", "--gpu", "H200", "--count", "16", "--tp", "8", "--pp", "2", "--json")
     document = json.loads(text)
@@ -466,6 +544,9 @@ def test_json_has_what_the_screen_has(etap_plan):
         (["--tp", "4"], "--count: wanted tp x dp x pp = 4, got 8"),
         (["--s-q", "0"], "--s-q: wanted"),
         (["--cache", "fp8_e5m2"], "--kv-dtype: wanted .*, got fp8_e5m2"),
+        (["--acceptance", "0.5"], "--acceptance: wanted none without --drafts, got 0.5"),
+        (["--drafts", "--acceptance", "1.5"], "--acceptance: wanted 0 to 1, got 1.5"),
+        (["--drafts", "--attention-share", "0.3"], "--attention-share: wanted none beside --drafts, got 0.3"),
         (["--attention-share", "nan"], "--attention-share: wanted"),
         (["--utilization", "nan"], "--utilization: wanted"),
         (["no-one/no-model"], "model: wanted a file or one of deepseek-r1, .*, got no-one/no-model"),
