@@ -99,6 +99,10 @@ def _add_plan(commands) -> None:
         plan.add_argument(f"--{flag}", type=kind, default=default, help=text + shown)
     text = "type of the KV cache: auto, bfloat16, bf16, fp8, fp8_e4m3 (default: %(default)s)"
     plan.add_argument("--kv-dtype", "--cache", default="auto", help=text)
+    text = "0 to 7 draft tokens beside each other: steps, tokens per second, and the best number"
+    plan.add_argument("--drafts", action="store_true", help=text)
+    text = "with --drafts: the share of drafts accepted where those before were (default: DeepSeek-V3's predictor's)"
+    plan.add_argument("--acceptance", type=float, default=None, help=text)
     plan.add_argument("--json", action="store_true", help="print everything as JSON")
 
 

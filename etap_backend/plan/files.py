@@ -15,9 +15,25 @@ from etap_backend.config_list import FOLDER
 
 MOST = 2**31
 """Above this a number is a mistake; within it no sum or quotient of the planner overflows a float."""
+CACHE_BYTES = {"bfloat16": 2, "fp8": 1}
+"""Bytes of an element of a dense KV cache."""
 Size = Annotated[int, 1, MOST]
 Count = Annotated[int, 0, MOST]
 Quantity = Annotated[float, 1e-3, 1e18]
+ALSO = {
+    "h20-3e": "h20-141g",
+    "glm-5": "glm-5-fp8",
+    "glm-5.1": "glm-5-fp8",  # the same shapes
+    "glm-5.1-fp8": "glm-5-fp8",
+    "glm-5.2-fp8": "glm-5.2",
+    "kimi-k2-instruct": "kimi-k2",
+    "kimi-k2-instruct-0905": "kimi-k2",
+    "kimi-k2.5": "kimi-k2-thinking",  # the same text model, as K2.6's
+    "kimi-k2.6": "kimi-k2-thinking",
+    "kimi-linear-48b-a3b-instruct": "kimi-linear",
+    "mistral-large-3-675b-instruct-2512": "mistral-large-3",
+}
+"""Other names of shipped files, on hubs and in shops."""
 CALLED = {"hardware": "gpu", "models": "model"}
 """The argument that names a file of each folder."""
 HUB = r"^\w[\w-]*/(?=[^/]+$)"  # an organisation before a model's name
@@ -35,7 +51,8 @@ def find(kind: str, name: str) -> Path:
 
     Raises ValueError, naming the argument, when it means neither.
     """
-    for path in Path(name), FOLDER / kind / f"{re.sub(HUB, '', name).lower()}.json":
+    known = re.sub(HUB, "", name).lower()
+    for path in Path(name), FOLDER / kind / f"{ALSO.get(known, known)}.json":
         if os.path.isfile(path):  # Path.is_file raises for a name that is too long or below a closed folder
             return path
     got = name if len(name) <= 200 else f"{name[:200]}..."
