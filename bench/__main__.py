@@ -7,7 +7,8 @@ import sys
 
 COMMANDS = {
     "kernels": "bench.kernels.command:main",
-    "report": "bench.kernels.report:main",
+    "report": "bench.report:main",
+    "release": "bench.release:main",
     "answers": "bench.servers.answers:main",
     "soak": "bench.servers.soak:main",
     "serve": "bench.servers.serve:main",
