@@ -64,12 +64,10 @@ struct SharedMemory {
   float maxima[kConsumerGroups * kWarpsPerGroup * T::kScoreColumns];  // of each warp, of one tile
   float factors[1][T::kScoreColumns];
   float score_scales[T::kFp8Cache ? T::kRowTile : 1];               // of each query row
-  // The producers of lists have no register for a trap beside 32 rows.
-  static constexpr bool kTraps = !T::kSparse || T::kRowTile < 32;
-  Ring<T::kStages, kTraps> keys;
+  Ring<T::kStages> keys;
   Ring<1> queries;
   LengthQueue lengths;
-  Turns<turns<T>(), kTraps> tile_ready[kConsumerGroups];  // begun for each consumer: its tiles, its stages for merging
+  Turns<turns<T>(), !T::kSparse> tile_ready[kConsumerGroups];  // begun for each consumer: its tiles, its stages for merging
 
   CUTE_DEVICE void init_tile_ready(int warp, int signals) {
     constexpr int kTurns = turns<T>();
