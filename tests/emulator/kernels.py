@@ -130,13 +130,18 @@ def find(pretty_function: str, sources: tuple[str, ...]) -> tuple[str, str]:
     pretty_function: the function's name with its template arguments, which are the kernel's; see `decode_launches`.
     """
     called = _combine_kernel(pretty_function)
-    inner = re.escape(_template_arguments(pretty_function).replace("etap::", ""))
+    inner = re.escape(_short(_template_arguments(pretty_function)))
     pattern = re.compile(rf"{called}<(\w+::)?{inner}(, true)?>\(")  # kWholeTiles' default
     names = {(source, name): full for source in sources for full, name in module(source).names.items()}
-    found = [place for place, full in names.items() if pattern.search(full.replace("etap::", "").replace(" >", ">"))]
+    found = [place for place, full in names.items() if pattern.search(_short(full))]
     if len(found) != 1:
         raise KeyError(f"{len(found)} kernels are {called}<{inner}>, of {list(names.values())}")
     return found[0]
+
+
+def _short(name: str) -> str:
+    """A name without namespace and without the chunks of a tile (kChunks), which compilers write or leave out."""
+    return name.replace("etap::", "").replace(" >", ">").replace(", 9>", ">")
 
 
 @lru_cache(64)

@@ -68,7 +68,7 @@ struct SharedMemory {
   Ring<T::kStages> keys;
   Ring<1> queries;
   LengthQueue lengths;
-  Turns<turns<T>(), true> granted[kConsumerGroups];  // begun for each consumer: its tiles, its stages for merging
+  Turns<turns<T>(), !T::kGathered> granted[kConsumerGroups];  // begun for each consumer: its tiles, its stages for merging
 
   CUTE_DEVICE void init_grants(int warp, int signals) {
     constexpr int kTurns = turns<T>();
