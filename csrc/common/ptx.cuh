@@ -63,17 +63,6 @@ CUTE_DEVICE void copy_async_8(uint32_t target, uint64_t source, bool exists) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(target), "l"(source), "r"(exists ? 8 : 0));
 }
 
-// Copy 16 bytes, or store NaN of every format where they do not exist.
-CUTE_DEVICE void copy_async_or_nan_16(uint32_t target, const void* source, bool exists) {
-  asm volatile(
-      "{\n.reg .pred exists;\nsetp.ne.b32 exists, %2, 0;\n"
-      "@exists cp.async.cg.shared.global.L2::128B [%0], [%1], 16;\n"
-      "@!exists st.shared.u32 [%0], %3;\n@!exists st.shared.u32 [%0 + 4], %3;\n"
-      "@!exists st.shared.u32 [%0 + 8], %3;\n@!exists st.shared.u32 [%0 + 12], %3;\n}" ::"r"(target),
-      "l"(source), "r"(int(exists)), "r"(~0u)
-      : "memory");
-}
-
 // Store 16 bytes at an address of shared memory.
 CUTE_DEVICE void store_shared(uint32_t target, const uint4& value) {
   asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(target), "r"(value.x), "r"(value.y), "r"(value.z), "r"(value.w)

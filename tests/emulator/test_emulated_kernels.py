@@ -76,7 +76,7 @@ def every_decode_kernel(kind: str, rows: int, page_size: int, s_q: int = 1, num_
 
 
 COMBINES = [  # a combine kernel each: requests of many splits, of two, of four at a time; few requests
-    *[(1, 8, "fp8", 9), (2, 16, "bf16", 9), (8, 16, "bf16", 9)],
+    *[(1, 8, "fp8", 9), (3, 16, "bf16", 9), (8, 16, "bf16", 9)],
     *[(1, 64, "bf16", 9), (8, 64, "bf16", 9), (1, 64, "fp8_math", 9), (8, 64, "fp8_math", 9)],
     *[(1, 8, "bf16", 132), (1, 64, "fp8", 132), (1, 64, "fp8_math", 132), (1, 64, "bf16", 132)],
 ]

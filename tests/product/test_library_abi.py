@@ -85,7 +85,7 @@ def test_it_holds_code_for_sm_90a_only():
 
 
 def columns_of(kernel: str) -> set[int]:
-    """WGMMA's N in the kernels of a name: of whole tiles and, but for float16, of parts; sparse with rope or without."""
+    """WGMMA's N in the kernels of a name: of whole tiles and, but for float16, of parts; with rope and without."""
     found = [sass for name, sass in kernels().items() if re.search(kernel, name)]
     whole_tiles_alone = re.match(r".*1[01](transposed|query_major)6Traits.*half_t", kernel)
     assert len(found) == (1 if whole_tiles_alone else 2)

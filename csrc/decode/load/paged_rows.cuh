@@ -1,6 +1,8 @@
 // The source where pages are too small for TMA: warps copy the cache row by row with cp.async, 16 bytes a lane.
 #pragma once
 
+#include <cute/arch/copy_sm80.hpp>
+
 #include "decode/load/fill_ring.cuh"
 
 namespace etap {
@@ -50,6 +52,15 @@ class PagedRows {
   uint32_t rope_ = 0;
 };
 
+// The latent part of a row that does not exist: NaN in every type of a cache.
+struct NanRow {
+  alignas(16) char bytes[kChunks * 128];
+  constexpr NanRow() : bytes() {
+    for (char& byte : bytes) byte = char(0xff);
+  }
+};
+__device__ const NanRow kNanRow;
+
 // Copies these rows, 16 bytes a lane: eight lanes take a line of 128 bytes of a row, a warp those of a group.
 // Each lane gets the addresses that it needs once a tile, so that a stage costs little more than its copies.
 template <class T>
@@ -72,12 +83,13 @@ class CopiedRows {
       if (!has_group(k)) continue;
       // Worked out anew for each stage: there are no registers for all addresses.
       const uint32_t latent = kHeld == 1 ? held_by(k * 4 + lane() / 8, latent_[0]) : anew(latent_[k]);
-      const char* const from = columns + uint64_t(latent) * params_.latent_steps.unit_bytes;
+      const bool exists = exist_ >> (k * 4 + lane() / 8) & 1;
+      const char* const from = exists ? columns + uint64_t(latent) * params_.latent_steps.unit_bytes : kNanRow.bytes;
       // A step of an odd number of groups of four is half a turn of the swizzle.
       char* const to = target + k * T::kGatherWarps * 4 * kLineBytes + (first ^ k * T::kGatherWarps % 2 * 4 * kUnitBytes);
       CUTE_UNROLL
       for (int line = 0; line < kLines; ++line) {
-        copy(from + line * kLineBytes, k * 4 + lane() / 8, to + line * kTileTokens * kLineBytes);
+        copy(from + line * kLineBytes, to + line * kTileTokens * kLineBytes);
       }
     }
   }
@@ -91,10 +103,11 @@ class CopiedRows {
     for (int k = 0; k < kGroups; k += 8 / kRowUnits) {
       const uint32_t at = uint32_t(anew(lane())) / kRowUnits;  // of the rows of these groups
       const int held = k * 4 + at;
-      const char* const from = columns + uint64_t(held_by(held, rope_)) * params_.rope_steps.unit_bytes;
+      const char* const row_at = columns + uint64_t(held_by(held, rope_)) * params_.rope_steps.unit_bytes;
+      const char* const from = exist_ >> held & 1 ? row_at : kNanRow.bytes;
       const uint32_t row = (warp_ + (k + at / 4) * T::kGatherWarps) * 4 + at % 4;
       char* const to = target + row * kRopeBytes + (lane() % kRowUnits ^ swizzle<kRopeBytes>(row)) * kUnitBytes;
-      if (has_group(k)) copy(from, held, to);
+      if (has_group(k)) copy(from, to);
     }
   }
 
@@ -113,9 +126,9 @@ class CopiedRows {
   CUTE_DEVICE bool has_group(int k) const {
     return kAllGroups % T::kGatherWarps == 0 || k + 1 < kGroups || warp_ < kAllGroups % T::kGatherWarps;
   }
-  // Copies 16 bytes of the row that a lane fetched.
-  CUTE_DEVICE void copy(const char* from, int fetched_by, char* to) const {
-    ptx::copy_async_or_nan_16(cute::cast_smem_ptr_to_uint(to), from, exist_ >> fetched_by & 1);
+  CUTE_DEVICE static void copy(const char* from, char* to) {
+    cute::SM80_CP_ASYNC_CACHEGLOBAL<cute::uint128_t>::copy(*reinterpret_cast<const cute::uint128_t*>(from),
+                                                           *reinterpret_cast<cute::uint128_t*>(to));
   }
 
   const DecodeParams& params_;
