@@ -49,7 +49,7 @@ STEPS = {
 FORMS = ((0, 1), (0, 1, 2), (0, 1, 4), (0, 1, 2, 3, 4), (0, 1, 2, 3, 4, 5, 6))
 """Costs of a Call; the first that are near enough are taken."""
 COSTS = ("fixed_us", "factor", "request_us", "full_factor", "wave_factor", "split_us", "combine_us")
-POWERS, NEAR_ENOUGH = {8: 60, 0: 400}, 0.9
+POWERS, NEAR_ENOUGH = {8: 60, 0: 400}, 1.0
 """Rounds of a fit by its power: a mean of powers of the distances, or with 0 the greatest distance (Lawson's fit)."""
 LONGEST = (0.0, 0.3, 0.35, 0.4, 0.5, 0.6, 0.65, 0.7, 0.8, 0.9)
 
@@ -74,6 +74,11 @@ class Timed:
     @property
     def big(self) -> bool:
         return self.requests * self.tokens >= BIG
+
+    @property
+    def aim(self) -> float:
+        """How far a fit may lie from it; near where servers are: 16 to 128 requests of 4K to 64K."""
+        return 0.09 if 16 <= self.requests <= 128 and 4096 <= self.tokens <= 65536 else SURE[not self.big]
 
     def planned(self, gpu: Gpu, call: Call | None) -> Attention:
         row = {"row": 512, "row_bytes": V4_ROW_BYTES} if self.kind == "v4" else {}
@@ -138,7 +143,7 @@ def _costs(
 
 def fitted(gpu: Gpu, group: list[Timed]) -> Call:
     """One kernel's costs for one number of rows, from all of its measured calls."""
-    us, weights = numpy.array([one.us for one in group]), numpy.array([1 / SURE[not one.big] for one in group])
+    us, weights = numpy.array([one.us for one in group]), numpy.array([1 / one.aim for one in group])
     plain = [one.planned(gpu, None) for one in group]
     serial = group[0].kind in CACHE_BYTES and group[0].kernel in PEERS[1:]
     forms = [form for form in FORMS if form == FORMS[0] or len(group) > 5 and len(group) >= 2 * len(form)]

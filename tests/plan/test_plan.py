@@ -544,7 +544,6 @@ def test_json_has_what_the_screen_has(etap_plan):
         (["--tp", "4"], "--count: wanted tp x dp x pp = 4, got 8"),
         (["--s-q", "0"], "--s-q: wanted"),
         (["--cache", "fp8_e5m2"], "--kv-dtype: wanted .*, got fp8_e5m2"),
-        (["--acceptance", "0.5"], "--acceptance: wanted none without --drafts, got 0.5"),
         (["--drafts", "--acceptance", "1.5"], "--acceptance: wanted 0 to 1, got 1.5"),
         (["--drafts", "--attention-share", "0.3"], "--attention-share: wanted none beside --drafts, got 0.3"),
         (["--attention-share", "nan"], "--attention-share: wanted"),
