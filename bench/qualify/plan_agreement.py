@@ -18,7 +18,7 @@ import json
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy
 import typer
@@ -33,7 +33,7 @@ from etap_backend.plan.step import ETAP, FP8_MATH, Attention, attention
 GPUS = {"H20 proxy": "H20-141G", "H200": "H200", "H100": "H100"}
 FITTED = ("H200", "H20-141G")
 OWN = (ETAP, FP8_MATH)
-PEERS = ("FlashMLA", "FA3", "FlashInfer")
+PEERS: tuple[str, ...] = ("FlashMLA", "FA3", "FlashInfer")
 IN_BF16 = "etap-bf16"  # in a grid of an FP8 cache
 BIG, MOST_ROWS = 65536, 2**22  # no GPU holds more cache rows of a model's layers, and nothing is fitted there
 SURE, SLOWER, TIE = (0.15, 0.30), (0.25, 0.50), 0.06
@@ -49,7 +49,7 @@ STEPS = {
 FORMS = ((0, 1), (0, 1, 2), (0, 1, 4), (0, 1, 2, 3, 4), (0, 1, 2, 3, 4, 5, 6))
 """Costs of a Call; the first that are near enough are taken."""
 COSTS = ("fixed_us", "factor", "request_us", "full_factor", "wave_factor", "split_us", "combine_us")
-POWERS, NEAR_ENOUGH = {8: 60, 0: 400}, 1.0
+POWERS, NEAR_ENOUGH = {8: 60, 0: 400}, 0.9
 """Rounds of a fit by its power: a mean of powers of the distances, or with 0 the greatest distance (Lawson's fit)."""
 LONGEST = (0.0, 0.3, 0.35, 0.4, 0.5, 0.6, 0.65, 0.7, 0.8, 0.9)
 
@@ -74,11 +74,6 @@ class Timed:
     @property
     def big(self) -> bool:
         return self.requests * self.tokens >= BIG
-
-    @property
-    def aim(self) -> float:
-        """How far a fit may lie from it; near where servers are: 16 to 128 requests of 4K to 64K."""
-        return 0.09 if 16 <= self.requests <= 128 and 4096 <= self.tokens <= 65536 else SURE[not self.big]
 
     def planned(self, gpu: Gpu, call: Call | None) -> Attention:
         row = {"row": 512, "row_bytes": V4_ROW_BYTES} if self.kind == "v4" else {}
@@ -143,7 +138,7 @@ def _costs(
 
 def fitted(gpu: Gpu, group: list[Timed]) -> Call:
     """One kernel's costs for one number of rows, from all of its measured calls."""
-    us, weights = numpy.array([one.us for one in group]), numpy.array([1 / one.aim for one in group])
+    us, weights = numpy.array([one.us for one in group]), numpy.array([1 / SURE[not one.big] for one in group])
     plain = [one.planned(gpu, None) for one in group]
     serial = group[0].kind in CACHE_BYTES and group[0].kernel in PEERS[1:]
     forms = [form for form in FORMS if form == FORMS[0] or len(group) > 5 and len(group) >= 2 * len(form)]
@@ -159,14 +154,17 @@ def fitted(gpu: Gpu, group: list[Timed]) -> Call:
             best = worst, longest, form, costs
     assert best is not None
     _, longest, form, costs = best
-    values = {COSTS[number]: round(float(cost), 3) for number, cost in zip(form, costs, strict=True) if cost >= 5e-4}
+    values: dict[str, Any] = {
+        COSTS[number]: round(float(cost), 3) for number, cost in zip(form, costs, strict=True) if cost >= 5e-4
+    }
     proxy = "; an H200 throttled to an H20's rates, not an H20" if gpu.name.startswith("H20-") else ""
     one, files = group[0], ", ".join(sorted({one.file for one in group}))
     source = f"{len(group)} calls in {files}{proxy}"
     status = "derived" if proxy else "measured"
     more = {"longest_us": float(longest)} if longest else {}
     values = {"fixed_us": 0.0, "factor": 0.0} | values | more
-    return Call(kernel=one.kernel, kind=one.kind, rows=one.rows, **values, status=status, source=source)  # type: ignore[arg-type]
+    values |= {"kernel": one.kernel, "kind": one.kind, "rows": one.rows, "status": status, "source": source}
+    return Call(**values)
 
 
 def fit(calls: list[Timed]) -> None:
@@ -191,9 +189,10 @@ def fit(calls: list[Timed]) -> None:
 def compared(calls: list[Timed]) -> tuple[list[str], list[str]]:
     """A line per call, and the lines of those beyond the bounds."""
     lines, beyond, shapes = [], [], {}
+    gpus = {name: read_gpu(name) for name in GPUS.values()}
+    fits = {key: gpus[key[0]].calls_of(*key[1:]) for key in {(one.gpu, one.kind, one.rows) for one in calls}}
     for one in calls:
-        gpu = read_gpu(one.gpu)
-        plan = one.planned(gpu, gpu.calls_of(one.kind, one.rows).get(one.kernel))
+        plan = one.planned(gpus[one.gpu], fits[one.gpu, one.kind, one.rows].get(one.kernel))
         shapes.setdefault(one.shape, []).append((one, plan.call_us))
     for shape, group in shapes.items():
         fastest = min((one.us for one, _ in group if one.kernel in PEERS), default=0.0)
