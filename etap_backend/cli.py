@@ -101,7 +101,7 @@ def _add_plan(commands) -> None:
     plan.add_argument("--kv-dtype", "--cache", default="auto", help=text)
     text = "0 to 7 draft tokens beside each other: steps, tokens per second, and the best number"
     plan.add_argument("--drafts", action="store_true", help=text)
-    text = "with --drafts: the share of drafts accepted where those before were (default: DeepSeek-V3's predictor's)"
+    text = "for --drafts: the share of drafts accepted where those before them are (default: a published one)"
     plan.add_argument("--acceptance", type=float, default=None, help=text)
     plan.add_argument("--json", action="store_true", help="print everything as JSON")
 

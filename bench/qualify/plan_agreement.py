@@ -18,7 +18,7 @@ import json
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy
 import typer
@@ -33,7 +33,7 @@ from etap_backend.plan.step import ETAP, FP8_MATH, Attention, attention
 GPUS = {"H20 proxy": "H20-141G", "H200": "H200", "H100": "H100"}
 FITTED = ("H200", "H20-141G")
 OWN = (ETAP, FP8_MATH)
-PEERS = ("FlashMLA", "FA3", "FlashInfer")
+PEERS: tuple[str, ...] = ("FlashMLA", "FA3", "FlashInfer")
 IN_BF16 = "etap-bf16"  # in a grid of an FP8 cache
 BIG, MOST_ROWS = 65536, 2**22  # no GPU holds more cache rows of a model's layers, and nothing is fitted there
 SURE, SLOWER, TIE = (0.15, 0.30), (0.25, 0.50), 0.06
@@ -42,14 +42,14 @@ ODD = {("H20-141G", kind, rows, 8, 2048.0) for kind in ("sparse", "sparse_fp8") 
 STEPS = {
     *(("H200", "bfloat16", 64, *of) for of in ((1, 4096.0), (4, 128.0), (32, 128.0))),
     *(("H200", "bfloat16", 128, *of) for of in ((4, 32768.0), (64, 2048.0))),
-    *(("H200", "bfloat16", 32, *of) for of in ((128, 2048.0), (256, 2048.0), (256, 4096.0))),
+    ("H200", "bfloat16", 32, 256, 4096.0),
     *(("H200", "v4", heads, 64, 128.0) for heads in (8, 16)),
 }
 """Shapes next to a step in another kernel's time that the fits do not follow; they are not judged."""
 FORMS = ((0, 1), (0, 1, 2), (0, 1, 4), (0, 1, 2, 3, 4), (0, 1, 2, 3, 4, 5, 6))
 """Costs of a Call; the first that are near enough are taken."""
 COSTS = ("fixed_us", "factor", "request_us", "full_factor", "wave_factor", "split_us", "combine_us")
-POWERS, NEAR_ENOUGH = {8: 60, 0: 400}, 0.9
+POWERS, NEARER, NEAR_ENOUGH = {8: 60, 0: 400}, 0.08, 0.95
 """Rounds of a fit by its power: a mean of powers of the distances, or with 0 the greatest distance (Lawson's fit)."""
 LONGEST = (0.0, 0.3, 0.35, 0.4, 0.5, 0.6, 0.65, 0.7, 0.8, 0.9)
 
@@ -74,6 +74,11 @@ class Timed:
     @property
     def big(self) -> bool:
         return self.requests * self.tokens >= BIG
+
+    @property
+    def served(self) -> bool:
+        """Whether servers make such calls: 16 to 128 requests of 4K to 64K."""
+        return 16 <= self.requests <= 128 and 4096 <= self.tokens <= 65536
 
     def planned(self, gpu: Gpu, call: Call | None) -> Attention:
         row = {"row": 512, "row_bytes": V4_ROW_BYTES} if self.kind == "v4" else {}
@@ -112,56 +117,58 @@ def _of_row(row: dict, gpu: str, form: str, file: str) -> list[Timed]:
     return found
 
 
-def _costs(
-    columns: numpy.ndarray, us: numpy.ndarray, weights: numpy.ndarray, power: int
-) -> tuple[float, numpy.ndarray]:
-    """Costs >= 0 with small weighted relative distances, by `power` (POWERS), and the greatest of these distances."""
+def _costs(columns: numpy.ndarray, us: numpy.ndarray, weights: numpy.ndarray, power: int) -> numpy.ndarray:
+    """Costs >= 0 with small weighted relative distances, by `power` (POWERS)."""
     kept, scale = list(range(columns.shape[1])), weights / us
     while True:
-        by, best = numpy.ones(len(us)), (numpy.inf, numpy.inf, numpy.zeros(len(kept)))
+        by, best = numpy.ones(len(us)), (numpy.inf, numpy.zeros(len(kept)))
         for _ in range(POWERS[power]):
             half = scale * numpy.sqrt(by)
             costs = numpy.linalg.lstsq(columns[:, kept] * half[:, None], us * half, rcond=None)[0]
             off = numpy.abs(columns[:, kept] @ costs - us) * scale
             aim = numpy.mean((off / 10) ** power) if power else off.max()
-            best = min(best, (aim, off.max(), costs), key=lambda one: one[0])
+            best = min(best, (aim, costs), key=lambda one: one[0])
             near = (off + 0.02) / (off.max() + 0.02)
             by = numpy.sqrt(by * near ** (power - 2)) if power else by * near  # whole steps of a power would swing
             by = by / by.mean() + 1e-12
-        least = min(zip(best[2], kept, strict=True))
+        least = min(zip(best[1], kept, strict=True))
         if least[0] >= 0:
             costs = numpy.zeros(columns.shape[1])
-            costs[kept] = best[2]
-            return best[1], costs
+            costs[kept] = best[1]
+            return costs
         kept.remove(least[1])
 
 
 def fitted(gpu: Gpu, group: list[Timed]) -> Call:
     """One kernel's costs for one number of rows, from all of its measured calls."""
-    us, weights = numpy.array([one.us for one in group]), numpy.array([1 / SURE[not one.big] for one in group])
+    us, bounds = numpy.array([one.us for one in group]), numpy.array([SURE[not one.big] for one in group])
+    nearer = numpy.array([NEARER if one.served else bound for one, bound in zip(group, bounds, strict=True)])
     plain = [one.planned(gpu, None) for one in group]
     serial = group[0].kind in CACHE_BYTES and group[0].kernel in PEERS[1:]
-    forms = [form for form in FORMS if form == FORMS[0] or len(group) > 5 and len(group) >= 2 * len(form)]
+    forms = [form for form in FORMS if form == FORMS[0] or len(group) >= 2 * len(form)]
     best: tuple[float, float, tuple[int, ...], numpy.ndarray] | None = None
-    at = ()
-    for power, form, longest in product(POWERS, forms, LONGEST if serial else LONGEST[:1]):
-        if best and best[0] <= NEAR_ENOUGH and (power, form) != at:
+    for aim, (power, form) in product((nearer, bounds), product(POWERS, forms)):
+        for longest in LONGEST if serial else LONGEST[:1]:
+            columns = numpy.array([numbers(one.roofline_us, one.load, longest) for one in plain])[:, form]
+            costs = _costs(columns, us, 1 / aim, power)
+            worst = (numpy.abs(columns @ costs / us - 1) / bounds).max()
+            if best is None or worst < best[0]:
+                best = worst, longest, form, costs
+        if best and best[0] <= NEAR_ENOUGH:
             break
-        at = power, form
-        columns = numpy.array([numbers(one.roofline_us, one.load, longest) for one in plain])[:, form]
-        worst, costs = _costs(columns, us, weights, power)
-        if best is None or worst < best[0]:
-            best = worst, longest, form, costs
     assert best is not None
     _, longest, form, costs = best
-    values = {COSTS[number]: round(float(cost), 3) for number, cost in zip(form, costs, strict=True) if cost >= 5e-4}
+    values: dict[str, Any] = {
+        COSTS[number]: round(float(cost), 3) for number, cost in zip(form, costs, strict=True) if cost >= 5e-4
+    }
     proxy = "; an H200 throttled to an H20's rates, not an H20" if gpu.name.startswith("H20-") else ""
     one, files = group[0], ", ".join(sorted({one.file for one in group}))
     source = f"{len(group)} calls in {files}{proxy}"
     status = "derived" if proxy else "measured"
     more = {"longest_us": float(longest)} if longest else {}
     values = {"fixed_us": 0.0, "factor": 0.0} | values | more
-    return Call(kernel=one.kernel, kind=one.kind, rows=one.rows, **values, status=status, source=source)  # type: ignore[arg-type]
+    values |= {"kernel": one.kernel, "kind": one.kind, "rows": one.rows, "status": status, "source": source}
+    return Call(**values)
 
 
 def fit(calls: list[Timed]) -> None:
@@ -169,7 +176,7 @@ def fit(calls: list[Timed]) -> None:
     for name in FITTED:
         gpu, groups = read_gpu(name), {}
         for one in calls:
-            if one.gpu == name and one.rows != 48 and one.shape not in ODD:
+            if one.gpu == name and one.rows != 48 and not (one.kernel in OWN and one.shape in ODD):
                 groups.setdefault((one.kind, one.rows, (*OWN, *PEERS).index(one.kernel)), []).append(one)
         lines = []
         for key in sorted(groups):
@@ -186,9 +193,10 @@ def fit(calls: list[Timed]) -> None:
 def compared(calls: list[Timed]) -> tuple[list[str], list[str]]:
     """A line per call, and the lines of those beyond the bounds."""
     lines, beyond, shapes = [], [], {}
+    gpus = {name: read_gpu(name) for name in GPUS.values()}
+    fits = {key: gpus[key[0]].calls_of(*key[1:]) for key in {(one.gpu, one.kind, one.rows) for one in calls}}
     for one in calls:
-        gpu = read_gpu(one.gpu)
-        plan = one.planned(gpu, gpu.calls_of(one.kind, one.rows).get(one.kernel))
+        plan = one.planned(gpus[one.gpu], fits[one.gpu, one.kind, one.rows].get(one.kernel))
         shapes.setdefault(one.shape, []).append((one, plan.call_us))
     for shape, group in shapes.items():
         fastest = min((one.us for one, _ in group if one.kernel in PEERS), default=0.0)

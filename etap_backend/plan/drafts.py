@@ -20,30 +20,23 @@ ACCEPTANCE_SOURCE = (
 
 
 @dataclass(frozen=True)
-class Rate:
-    """A step with one kernel, and what it gives."""
-
-    kernel: str
-    step_ms: float
-    tokens_per_s_per_request: float
-    tokens_per_s: float  # of all requests together
-
-
-@dataclass(frozen=True)
 class Drafted:
-    """One number of drafts; a rate is None where no call was timed."""
+    """The plan of one number of drafts."""
 
     drafts: int
     tokens_per_step: float  # of a request, the token behind the accepted drafts included
-    fits: bool
-    etap: Rate | None
-    peer: Rate | None  # the fastest other kernel
     plan: Plan
+    requests: int
 
+    def kernel(self, side: str) -> Attention | None:
+        """ETAP with its faster math, or the fastest other kernel ("peer"); None where its call was not timed."""
+        kernel = self.plan.best if side == "etap" else self.plan.fastest_peer
+        return kernel if kernel and kernel.call else None
 
-def tokens_per_step(drafts: int, acceptance: float) -> float:
-    """Expected tokens of a step: a draft counts if it and all before it are accepted, and one token follows them."""
-    return sum(acceptance**number for number in range(drafts + 1))
+    def tokens_per_s(self, side: str) -> float:
+        """Tokens per second of all requests; 0 where no call was timed."""
+        kernel = self.kernel(side)
+        return 1e3 * self.tokens_per_step * self.requests / self.plan.step_with(kernel) if kernel else 0.0
 
 
 @dataclass(frozen=True)
@@ -56,9 +49,9 @@ class Drafting:
     rows: tuple[Drafted, ...]
 
     def best(self, side: str) -> Drafted | None:
-        """The row with most tokens per second with `side`, "etap" or "peer", where the requests fit."""
-        rated = [one for one in self.rows if one.fits and getattr(one, side)]
-        return max(rated, key=lambda one: getattr(one, side).tokens_per_s, default=None)
+        """The row with most tokens per second of those where the requests fit."""
+        rated = [row for row in self.rows if row.plan.memory.fits and row.kernel(side)]
+        return max(rated, key=lambda row: row.tokens_per_s(side), default=None)
 
 
 def with_drafts(
@@ -66,8 +59,8 @@ def with_drafts(
 ) -> Drafting:
     """The plans of 0 to 7 drafts, without an acceptance with the published one.
 
-    Raises ValueError, naming the argument, as `make_plan` does, for an acceptance outside 0 to 1, and for an
-    `attention_share`, which belongs to one number of drafts.
+    A draft counts if it and all before it are accepted. Raises ValueError, naming the argument, as `make_plan` does,
+    for an acceptance outside 0 to 1, and for an `attention_share`, which belongs to one number of drafts.
     """
     source = ACCEPTANCE_SOURCE if acceptance is None else "given"
     acceptance = ACCEPTANCE if acceptance is None else acceptance
@@ -75,17 +68,8 @@ def with_drafts(
         raise ValueError(f"acceptance: wanted 0 to 1, got {acceptance}")
     if attention_share is not None:
         raise ValueError(f"attention_share: wanted none beside --drafts, got {attention_share}")
-    found = []
+    rows = []
     for drafts in range(MOST_DRAFTS + 1):
-        made = make_plan(model, gpu, replace(on, s_q=1 + drafts))
-        tokens = tokens_per_step(drafts, acceptance)
-        etap, peer = (_rate(made, kernel, tokens, on.batch) for kernel in (made.best, made.fastest_peer))
-        found.append(Drafted(drafts, tokens, made.memory.fits, etap, peer, made))
-    return Drafting(acceptance, source, bool(model.num_nextn_predict_layers), tuple(found))
-
-
-def _rate(made: Plan, kernel: Attention | None, tokens: float, batch: int) -> Rate | None:
-    if kernel is None or kernel.call is None:
-        return None
-    step = made.step_with(kernel)
-    return Rate(kernel.kernel, step, 1e3 * tokens / step, 1e3 * tokens * batch / step)
+        tokens = sum(acceptance**number for number in range(drafts + 1))
+        rows.append(Drafted(drafts, tokens, make_plan(model, gpu, replace(on, s_q=1 + drafts)), on.batch))
+    return Drafting(acceptance, source, bool(model.num_nextn_predict_layers), tuple(rows))

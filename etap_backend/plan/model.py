@@ -17,10 +17,8 @@ V4, V41 = "deepseek_v4", "deepseek_v41_text"
 CSA, HCA = 4, 128
 """Tokens per compressed entry in the two kinds of DeepSeek-V4's layers that keep entries; V4.1's keep 2 and 1."""
 RATIOS = {V4: (0, CSA, HCA), V41: (0, 1, 2)}
-NOT_PLANNED = {
-    "longcat_flash": "LongCat-Flash has two attentions and two dense networks in a layer, and experts without weights",
-    "longcat_flash_ngram": "LongCat-Flash has two attentions and two dense networks in a layer",
-}
+NOT_PLANNED = {"longcat_flash": "LongCat-Flash has two attentions and two dense networks in each layer"}
+NOT_PLANNED["longcat_flash_ngram"] = NOT_PLANNED["longcat_flash"]
 ONE_GROUP = 4096
 V4_SIZES = "head_dim qk_rope_head_dim moe_intermediate_size index_topk sliding_window o_groups o_lora_rank hc_mult"
 OTHER_NAMES = {
@@ -316,13 +314,12 @@ def _quantization(how: dict) -> dict:
 
 def _hybrid(data: dict) -> dict:
     """Ling 3.0's config.json: the last layer of every layer_group_size has latent attention, the others Kimi's."""
-    layers, group, heads = (data.get(key) for key in ("num_hidden_layers", "layer_group_size", "num_attention_heads"))
-    for name, value in ("num_hidden_layers", layers), ("layer_group_size", group):
-        if not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name}: wanted a number beside model_type bailing_hybrid, got {value!r}")
-    linear = {"head_dim": data.get("head_dim"), "short_conv_kernel_size": data.get("short_conv_kernel_size")}
-    linear |= {"full_attn_layers": list(range(group, layers + 1, group)), "num_heads": heads}
-    return data | {"linear_attn_config": linear | {"use_full_rank_gate": True}}
+    layers, group = data.get("num_hidden_layers"), data.get("layer_group_size")
+    if not isinstance(group, int) or not isinstance(layers, int) or not 1 <= group <= layers:
+        raise ValueError(f"layer_group_size: wanted at most num_hidden_layers = {layers}, got {group!r}")
+    linear = {name: data.get(name) for name in ("head_dim", "short_conv_kernel_size")}
+    linear |= {"num_heads": data.get("num_attention_heads"), "use_full_rank_gate": True}
+    return data | {"linear_attn_config": linear | {"full_attn_layers": list(range(group, layers + 1, group))}}
 
 
 def _v4_as_latent(data: dict) -> dict:

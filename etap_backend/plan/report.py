@@ -15,6 +15,7 @@ from etap_backend.plan.model import Model
 from etap_backend.plan.sparse import call_size, v4_lists
 from etap_backend.plan.step import Attention, Gain, Plan
 
+SIDES = ("etap", "peer")
 SHORT = {"bfloat16": "bf16", "fp8": "FP8"}
 
 
@@ -23,13 +24,7 @@ def _kernels(plan: Plan) -> list[Attention]:
 
 
 def document(
-    name: str,
-    model: Model,
-    gpu: Gpu,
-    on: Deployment,
-    plan: Plan,
-    found: list[Alternative],
-    drafting: Drafting | None = None,
+    name: str, model: Model, gpu: Gpu, on: Deployment, plan: Plan, found: list[Alternative], drafting: Drafting | None
 ) -> dict:
     """Everything that the planner knows of one deployment, for --json.
 
@@ -63,11 +58,15 @@ def document(
 
 def _drafting_document(drafting: Drafting) -> dict:
     rows = []
-    for one in drafting.rows:
-        rates = {"etap": one.etap and asdict(one.etap), "peer": one.peer and asdict(one.peer)}
-        sizes = {"drafts": one.drafts, "tokens_per_step": one.tokens_per_step, "fits": one.fits}
-        rows.append(sizes | rates | {"gain": one.plan.gain and asdict(one.plan.gain)})
-    best = {side: (row := drafting.best(side)) and row.drafts for side in ("etap", "peer")}
+    for row in drafting.rows:
+        cells: dict = {"drafts": row.drafts, "tokens_per_step": row.tokens_per_step, "fits": row.plan.memory.fits}
+        for side in SIDES:
+            kernel, rate = row.kernel(side), row.tokens_per_s(side)
+            step = kernel and {"kernel": kernel.kernel, "step_ms": row.plan.step_with(kernel)}
+            each = {"tokens_per_s": rate, "tokens_per_s_per_request": rate / row.requests}
+            cells[side] = step and step | each
+        rows.append(cells | {"gain": row.plan.gain and asdict(row.plan.gain)})
+    best = {side: (row := drafting.best(side)) and row.drafts for side in SIDES}
     given = {"acceptance": drafting.acceptance, "source": drafting.source, "predictor_known": drafting.predictor}
     return given | {"best": best, "rows": rows}
 
@@ -174,33 +173,29 @@ def _attention_table(gpu: Gpu, plan: Plan) -> str:
 
 def _drafts_table(drafting: Drafting) -> str:
     """A row per number of drafts; * marks the most tokens per second of each side."""
-    best = {side: drafting.best(side) for side in ("etap", "peer")}
-    peer = next((one.peer.kernel for one in drafting.rows if one.peer), "no other kernel")
-    head = ["drafts", "tokens a step"]
-    for name in ("ETAP", peer):
-        head += [f"{name}: ms", "tokens/s each", "all"]
-    rows = [[*head, "gain %"]]
-    for one in drafting.rows:
-        cells = [str(one.drafts), f"{one.tokens_per_step:.2f}"]
-        for side, rate in ("etap", one.etap), ("peer", one.peer):
-            if rate is None:
-                cells += ["-", "-", "-"]
-                continue
-            star = "*" if one is best[side] else " "
-            cells += [f"{rate.step_ms:.1f}", f"{rate.tokens_per_s_per_request:.1f}", f"{rate.tokens_per_s:,.0f}{star}"]
-        gain = one.plan.gain
-        rows.append([*cells, _starred(gain) if one.fits and gain else "-" if one.fits else "does not fit"])
+    head = ["drafts", "tokens", "ETAP: ms", "tokens/s each", "all"]
+    peer = next((kernel.kernel for row in drafting.rows if (kernel := row.kernel("peer"))), "no other kernel")
+    rows = [[*head, f"{peer}: ms", *head[3:], "gain %"]]
+    for row in drafting.rows:
+        cells = [str(row.drafts), f"{row.tokens_per_step:.2f}"]
+        for side in SIDES:
+            kernel, rate = row.kernel(side), row.tokens_per_s(side)
+            star = "*" if row is drafting.best(side) else " "
+            times = kernel and (f"{row.plan.step_with(kernel):.1f}", f"{rate / row.requests:.1f}", f"{rate:,.0f}{star}")
+            cells += times or ("-", "-", "-")
+        gain = _starred(row.plan.gain) if row.plan.gain else "-"
+        rows.append([*cells, gain if row.plan.memory.fits else "does not fit"])
     return _table(rows, words=0)
 
 
 def _drafts_remark(drafting: Drafting) -> str:
     """Where the acceptance comes from, and what the best numbers of drafts gain over each other."""
     words = f"A draft is accepted with {drafting.acceptance:g} where those before it are ({drafting.source})."
-    etap, peer = drafting.best("etap"), drafting.best("peer")
-    if etap and peer and etap.etap and peer.peer:
-        gain = etap.etap.tokens_per_s / peer.peer.tokens_per_s - 1
-        words += f" Best of each: {etap.drafts} drafts with ETAP, {peer.drafts} with {peer.peer.kernel}"
-        words += f"; ETAP's gives {100 * gain:+.0f}% tokens/s, with the shorter estimate of the rest of a step."
+    etap, peer = (drafting.best(side) for side in SIDES)
+    if etap and peer:
+        gain = 100 * (etap.tokens_per_s("etap") / peer.tokens_per_s("peer") - 1)
+        words += f" Best of each: {etap.drafts} drafts with ETAP, {peer.drafts} without, {gain:+.0f}% tokens/s with "
+        words += "the shorter estimate of the rest of a step."
     return words if drafting.predictor else words + " The model names no predictor: drafts cost nothing to make here."
 
 
@@ -238,13 +233,7 @@ def _remarks(model: Model, gpu: Gpu, on: Deployment, plan: Plan) -> str:
 
 
 def screen(
-    name: str,
-    model: Model,
-    gpu: Gpu,
-    on: Deployment,
-    plan: Plan,
-    found: list[Alternative],
-    drafting: Drafting | None = None,
+    name: str, model: Model, gpu: Gpu, on: Deployment, plan: Plan, found: list[Alternative], drafting: Drafting | None
 ) -> str:
     """The answer for a terminal; lines of words are wrapped to its width, tables are not."""
     several = (f"{key} {getattr(on, key)}" for key in ("dp", "pp", "dcp", "s_q") if getattr(on, key) > 1)

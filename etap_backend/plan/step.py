@@ -146,22 +146,16 @@ def _gemm_seconds(part: Weights, model: Model, gpu: Gpu, on: Deployment) -> floa
 
 
 def _drafting_seconds(model: Model, gpu: Gpu, on: Deployment) -> float:
-    """Time of predicting one draft: the predicting layer's weights and the output head, for one token of a request.
+    """Time of predicting one draft per request: one predicting layer without its attention, and the output head.
 
-    Its attention is left out, and all of it for models whose predicting layers are not known.
+    0 where the model does not say how many layers predict.
     """
-    alone, layers = replace(on, s_q=1), max(1, predicting_layers(model, on))
-    if not predicting_layers(model, on):
-        return 0.0
-    plain = {part.name: part.parameters for part in weights_of(model, alone)}
-    parts = [
-        replace(part, parameters=(part.parameters - plain.get(part.name, 0)) // layers)
-        if part.name != "output head"
-        else part
-        for part in weights_of(model, on)
-        if part.read_by_decode
-    ]
-    return sum(_gemm_seconds(part, model, gpu, alone) for part in parts) + LAYER_US / 1e6
+    alone, layers = replace(on, s_q=1), predicting_layers(model, on)
+    whole, seconds = {part.name: part.parameters for part in weights_of(model, alone)}, LAYER_US / 1e6
+    for part in weights_of(model, on) if layers else ():
+        more = part.parameters if part.name == "output head" else (part.parameters - whole.get(part.name, 0)) // layers
+        seconds += _gemm_seconds(replace(part, parameters=more), model, gpu, alone) if part.read_by_decode else 0
+    return seconds if layers else 0.0
 
 
 def rest_of_step_ms(model: Model, gpu: Gpu, on: Deployment) -> float:

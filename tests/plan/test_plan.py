@@ -584,7 +584,6 @@ def test_json_has_what_the_screen_has(etap_plan):
         (["--s-q", "0"], "--s-q: wanted"),
         (["--s-q", str(2**31 - 1)], "--s-q x heads: wanted 1 to"),
         (["--cache", "fp8_e5m2"], "--kv-dtype: wanted .*, got fp8_e5m2"),
-        (["--acceptance", "0.5"], "--acceptance: wanted none without --drafts, got 0.5"),
         (["--drafts", "--acceptance", "1.5"], "--acceptance: wanted 0 to 1, got 1.5"),
         (["--drafts", "--attention-share", "0.3"], "--attention-share: wanted none beside --drafts, got 0.3"),
         (["--attention-share", "nan"], "--attention-share: wanted"),

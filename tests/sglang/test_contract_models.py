@@ -30,4 +30,4 @@ def test_a_shipped_model_takes_etap(path, tmp_path, monkeypatch):
     if path.stem.startswith("deepseek-v4"):
         assert (arguments.dsa_decode_backend, arguments.attention_backend) == ("etap", "dsv4")
     else:
-        assert arguments.attention_backend == "etap" and arguments.page_size == 64
+        assert arguments.attention_backend == "etap" and arguments.page_size % 64 == 0

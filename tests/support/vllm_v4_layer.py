@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from vllm.config import replace, set_current_vllm_config
 from vllm.distributed import init_distributed_environment, initialize_model_parallel
 from vllm.engine.arg_utils import EngineArgs
@@ -20,8 +21,11 @@ from vllm.model_executor.models.registry import ModelRegistry
 from vllm.platforms import current_platform
 from vllm.plugins import load_general_plugins
 from vllm.triton_utils import triton
+from vllm.utils.platform_utils import num_compute_units
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.worker import workspace
+
+from etap_backend import sparse_workspace_floats
 
 HEADS, WIDTH, NOPE, GROUP, WINDOW, TOP_K = 8, 512, 448, 64, 128, 128
 RATIOS = {"v4": [0, 4, 128], "v41": [0, 1, 2]}
@@ -99,6 +103,19 @@ def prepare() -> None:
     interpreted.constexprs = property(lambda kernel: [name for name in kernel.arg_names if name.isupper()])
 
 
+class NewTensors(TorchDispatchMode):
+    """Records the elements of each tensor that `new_empty` makes."""
+
+    def __init__(self):
+        super().__init__()
+        self.sizes = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        made = function(*args, **(kwargs or {}))
+        self.sizes += [made.numel()] if function is torch.ops.aten.new_empty.default else []
+        return made
+
+
 class Cache:
     """One layer's cache, its pages between other layers' as in vLLM: far apart, full of NaN."""
 
@@ -109,9 +126,10 @@ class Cache:
         self.order = torch.randperm(len(pages), generator=random)
 
     def table(self, lengths: list[int]) -> torch.Tensor:
-        """Block table of requests with so many tokens; unused entries are no pages."""
+        """Block table of requests with so many tokens; unused entries are no pages, those of padding vLLM's page 0."""
         needed = [-(-(tokens // self.ratio) // self.rows) for tokens in lengths]
         table = torch.full((len(lengths), max(*needed, 1) + 1), 2**30, dtype=torch.int32)
+        table[torch.tensor(lengths) == 0] = 0
         pages = iter(self.order.tolist())
         for request, count in enumerate(needed):
             table[request, :count] = torch.tensor([next(pages) for _ in range(count)])
@@ -233,12 +251,12 @@ class Steps:
                 token += 1
         return {"out": output[: len(chosen)], "exact": exact, "behind": output[len(chosen) :]}
 
-    def measured(self) -> dict[str, torch.Tensor]:
-        """Output of a step without metadata, in which vLLM measures memory."""
+    def measured(self) -> dict:
+        """Output of a step without metadata, in which vLLM measures memory, and whether a prompt's workspace counts."""
         output = torch.full((4, HEADS, WIDTH), 7.0, dtype=torch.bfloat16)
-        with set_forward_context(None, self.config):
+        with set_forward_context(None, self.config), NewTensors() as new:
             self.layer.forward_mqa(torch.zeros_like(output), output[:, 0], torch.zeros(4, dtype=torch.int64), output)
-        return {"out": output}
+        return {"out": output, "prompts": sparse_workspace_floats(HEADS, num_compute_units()) in new.sizes}
 
 
 def main(model: str, folder: str) -> None:

@@ -153,9 +153,10 @@ def test_steps_are_exact_within_bfloat16(steps, layer, step):
 
 
 @pytest.mark.parametrize("layer", range(3))
-def test_a_step_without_metadata_gives_zeros(steps, layer):
+def test_a_step_without_metadata_gives_zeros_and_counts_a_prompts_workspace(steps, layer):
     model, results, _ = steps
-    assert not results[RATIOS[model][layer], "measured"]["out"].any()
+    measured = results[RATIOS[model][layer], "measured"]
+    assert not measured["out"].any() and measured["prompts"]
 
 
 def test_a_draft_without_a_backend_of_its_own_follows_its_target(steps):
