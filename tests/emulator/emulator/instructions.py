@@ -286,7 +286,7 @@ def _selp(t: Translator, item: Instruction, mask: str) -> str:
 
 def _cvta(t: Translator, item: Instruction, mask: str) -> str:
     """Generic addresses of parameters and global memory are their addresses."""
-    if item.opcode not in ("cvta.param.u64", "cvta.to.global.u64"):
+    if item.opcode not in ("cvta.param.u64", "cvta.global.u64", "cvta.to.global.u64"):
         raise UnknownInstruction(str(item))
     return t.write(item.operands[0], "u64", t.read(item.operands[1], "u64"), mask)
 

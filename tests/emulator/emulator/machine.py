@@ -94,6 +94,8 @@ class Kernel:
         if self.entry.static_shared + shared_bytes > MAX_SHARED:
             raise EmulationError(f"more than {MAX_SHARED} bytes of shared memory")
         data, maps = self._fill_params(params)
+        for name, array in self.entry.constants.items():
+            memory.add(array, name)
         ran: set[int] = set()
         if grid[0] % cluster:
             raise ValueError(f"grid: wanted clusters of {cluster} in x, got {grid}")

@@ -153,7 +153,9 @@ class Entry:
             (m[3], int(m[1] or DTYPES[m[2]].itemsize), DTYPES[m[2]].itemsize * int(m[4] or 1))
             for m in re.finditer(r"\.param\s+(?:\.align\s+(\d+)\s+)?\.(\w+)\s+([\w$]+)(?:\[(\d+)\])?", header)
         ]
-        self.symbols: dict[str, int] = {}  # addresses of parameters and shared variables
+        self.constants = {name: array for name, array in _constants(module.text) if name in body}
+        # Addresses of constants, parameters and shared variables.
+        self.symbols: dict[str, int] = {name: array.ctypes.data for name, array in self.constants.items()}
         self.static_shared = self._lay_out_shared(body)
         self.param_bytes = self._lay_out_params()
         self.registers: list[Reg] = []
@@ -307,4 +309,16 @@ def _shared_variables(text: str) -> list[tuple[str, int, int]]:
     for align, kind, name, count in re.findall(pattern, text):
         size = DTYPES[kind].itemsize
         found.append((name, int(align or size), size * int(count.strip("[]") or 0) if count else size))
+    return found
+
+
+def _constants(text: str) -> list[tuple[str, np.ndarray]]:
+    """Names and bytes of the arrays that a text declares in global memory."""
+    pattern = r"\.global\s+\.align\s+\d+\s+\.b8\s+([\w$]+)\[\d+\]\s*=\s*\{([\d,\s]+)\};"
+    found = []
+    for name, values in re.findall(pattern, text):
+        array = np.empty(values.count(",") + 17, np.uint8)
+        array = array[-array.ctypes.data % 16 :][: values.count(",") + 1]  # aligned as cp.async wants it
+        array[:] = [int(value) for value in values.split(",")]
+        found.append((name, array))
     return found
