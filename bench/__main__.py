@@ -8,6 +8,7 @@ import sys
 COMMANDS = {
     "kernels": "bench.kernels.command:main",
     "report": "bench.kernels.report:main",
+    "top-k": "bench.kernels.top_k:main",
     "answers": "bench.servers.answers:main",
     "soak": "bench.servers.soak:main",
     "serve": "bench.servers.serve:main",

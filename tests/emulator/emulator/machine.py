@@ -324,6 +324,24 @@ class Warp:
         if len(address):
             self.cta.shared.store(address, size, values, self.index, self.write())
 
+    def store_cluster(self, address, mask, size, values):
+        """To shared memory of the cluster's CTAs; a warp's own number, as writes of its, goes with it."""
+        taking = np.ones(LANES, bool) if mask is None else mask
+        for window in np.unique(address[taking] >> CLUSTER_SHIFT):
+            there = taking & (address >> CLUSTER_SHIFT == window)
+            shared = self.cta.cluster.shared_of(self.cta, int(window))
+            local = address[there] & np.uint32((1 << CLUSTER_SHIFT) - 1)
+            shared.store(local, size, [value[there] for value in values], self.index, self.write())
+
+    def add_shared(self, address, mask, values):
+        """Atomic additions of words, lane by lane; returns what each found."""
+        found = np.zeros(LANES, np.uint32)
+        for lane in range(LANES) if mask is None else np.flatnonzero(mask):
+            place = address[lane : lane + 1]
+            (found[lane : lane + 1],) = self.cta.shared.load(place, 4, 1)
+            self.cta.shared.store(place, 4, [found[lane : lane + 1] + values[lane]], self.index, self.write())
+        return found
+
 
 def _safe(address: np.ndarray, mask: np.ndarray | None) -> np.ndarray:
     """Lanes that do not take part read where one does."""
