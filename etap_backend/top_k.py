@@ -7,9 +7,6 @@ from etap_backend._operator import Operator, check_tensor, compiled, schema
 from etap_backend.cpu import top_k as cpu_top_k
 from etap_backend.schedule import count, sms_of
 
-CPU_SMS = 132
-"""CTAs that a call on the CPU is checked for: an H200's."""
-
 
 def _arguments(
     logits: Tensor,
@@ -90,6 +87,6 @@ def sparse_top_k(
         out = logits.new_empty(rows, count("k", k), dtype=torch.int32)
     elif check_tensor("out", out).shape != (rows, k):
         raise ValueError(f"out: wanted shape [{rows}, {k}], got {list(out.shape)}")
-    sms = sms_of(logits.device, CPU_SMS) if num_sms is None else count("num_sms", num_sms)
+    sms = sms_of(logits.device) if num_sms is None else count("num_sms", num_sms)
     _select(logits, (logits, lengths, block_table, out, page_size, sms, early_lengths))
     return out

@@ -51,7 +51,7 @@ class Case:
         return max(2, min(LAYERS, -(-int(ROTATED_BYTES) // (self.rows * self.length * KEY_BYTES))))
 
 
-# ------------------------------------------------------------------------------------------------------- who writes logits
+# ---------------------------------------------------------------------------------------------------- who writes logits
 
 
 def deep_gemm(case: Case) -> Writer:
@@ -98,7 +98,7 @@ def drawn(case: Case) -> Writer:
 
 WRITERS: dict[str, Callable[[Case], Writer]] = {"deep-gemm": deep_gemm, "random": drawn}
 
-# -------------------------------------------------------------------------------------------------------------- who selects
+# ---------------------------------------------------------------------------------------------------------- who selects
 
 
 def etap(case: Case, early: bool = True) -> Call:
@@ -157,7 +157,7 @@ PEERS: dict[str, Callable[[Case], Call]] = {
 }
 EXACT = ("ETAP", "ETAP, lengths late")
 
-# ---------------------------------------------------------------------------------------------------------------- measuring
+# ------------------------------------------------------------------------------------------------------------ measuring
 
 
 def expected(logits: Tensor, case: Case) -> Tensor:

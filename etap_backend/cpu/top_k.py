@@ -33,10 +33,7 @@ def select(logits: Tensor, lengths: Tensor, block_table: Tensor | None, out: Ten
     """Fill `out` as the library's `check_top_k` allowed it."""
     (rows, width), k = logits.shape, out.shape[1]
     for row, length in enumerate(row_lengths(lengths, rows, width).tolist()):
-        if length <= k:
-            positions = torch.arange(length)
-        else:
-            positions = highest(logits[row, :length], k)
+        positions = torch.arange(length) if length <= k else highest(logits[row, :length], k)
         if block_table is not None:
             positions = on_pages(positions, block_table[row // (rows // len(block_table))], page_size)
         out[row, : len(positions)] = positions.int()
