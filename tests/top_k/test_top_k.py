@@ -1,4 +1,4 @@
-"""sparse_top_k against float64 keys: the kernel on a Hopper GPU, torch on the CPU. Every entry counts, and its place."""
+"""sparse_top_k against float64 keys: the kernel on a Hopper GPU, torch on the CPU. Every entry and its place count."""
 
 from __future__ import annotations
 
