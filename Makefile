@@ -86,11 +86,9 @@ test-exhaustive: $(STAMPS)/installed
 	$(pytest) -m "exhaustive and not gpu" tests --ignore tests/vllm --ignore tests/sglang
 	@$(BIN)/python tests/emulator/verified.py --write
 
-# bench is imported from the checkout, and with it the sources of the package, beside which no library lies.
 test-bench: $(STAMPS)/installed $(STAMPS)/bench
-	$(installed_library) $(pytest) -m "not gpu" bench/tests
+	$(pytest) -m "not gpu" bench/tests
 
-installed_library = ETAP_LIBRARY=$$(echo $(CURDIR)/$(VENV)/lib/python3*/site-packages/etap_backend/lib/libetap_backend.so)
 pytest = ETAP_REQUIRE_NVCC=1 OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 --dist worksteal
 
 engines: $(STAMPS)/torch
@@ -101,7 +99,7 @@ test-gpu:
 	PYTHONPATH=$(CURDIR):$(PYTHONPATH) ETAP_REQUIRE_GPU=1 $(PYTHON) -m pytest -m gpu $(GPU_TESTS)
 else
 test-gpu: $(STAMPS)/installed $(STAMPS)/bench
-	$(installed_library) ETAP_REQUIRE_GPU=1 $(BIN)/pytest -m gpu $(GPU_TESTS)
+	ETAP_REQUIRE_GPU=1 $(BIN)/pytest -m gpu $(GPU_TESTS)
 endif
 
 lint: $(STAMPS)/lint $(STAMPS)/torch

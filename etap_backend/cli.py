@@ -99,6 +99,10 @@ def _add_plan(commands) -> None:
         plan.add_argument(f"--{flag}", type=kind, default=default, help=text + shown)
     text = "type of the KV cache: auto, bfloat16, bf16, fp8, fp8_e4m3 (default: %(default)s)"
     plan.add_argument("--kv-dtype", "--cache", default="auto", help=text)
+    text = "0 to 7 draft tokens beside each other: steps, tokens per second, and the best number"
+    plan.add_argument("--drafts", action="store_true", help=text)
+    text = "with --drafts: the share of drafts accepted where those before were (default: DeepSeek-V3's predictor's)"
+    plan.add_argument("--acceptance", type=float, default=None, help=text)
     plan.add_argument("--json", action="store_true", help="print everything as JSON")
 
 
@@ -125,7 +129,15 @@ def _run(words: list[str]) -> int:
     # torch warns in every program without numpy; nothing here needs it.
     warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
     with _ending_at_once():
-        return importlib.import_module(COMMANDS[options.command]).run(options)
+        try:
+            command = importlib.import_module(COMMANDS[options.command])
+        except (ImportError, OSError) as error:  # libraries of an installed torch may be missing
+            broken = next((name for name in ("torch", "tvm_ffi") if name not in sys.modules), None)
+            if broken is None or getattr(error, "name", None) == broken:
+                raise
+            print(f"etap {options.command}: {broken} is installed and does not load: {error}", file=sys.stderr)
+            return USAGE_ERROR
+        return command.run(options)
 
 
 def main(words: list[str] | None = None) -> int:
@@ -134,6 +146,9 @@ def main(words: list[str] | None = None) -> int:
     Raises SystemExit where argparse does: for --help, --version and words that it refuses.
     """
     words = sys.argv[1:] if words is None else words
+    for name in "stdout", "stderr":
+        if getattr(sys, name) is None:  # the caller closed it
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
     try:
         try:
             return _run(words)
@@ -156,3 +171,7 @@ def main(words: list[str] | None = None) -> int:
             return NO_READER
         print(f"etap: the output cannot be written: {error.strerror}", file=sys.stderr)
         return os.EX_IOERR
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -2,21 +2,37 @@
 
 import importlib.metadata
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
+from pathlib import Path
 
 import torch
 
+import etap_backend
 from etap_backend import __version__, _library, engine_contract
 from etap_backend.limits import why_unsupported
 from etap_backend.sglang import versions as sglang
 from etap_backend.vllm import versions as vllm
 
-MIN_DRIVER = 580  # the first driver that runs CUDA 13
+MIN_CUDA = 13000  # as cuDriverGetVersion counts
+MIN_DRIVER = 580  # the first driver with CUDA 13
+NO_DEVICE = 100  # CUDA_ERROR_NO_DEVICE, which the check of the GPU reports
 PROBE_SECONDS = 300
+DRIVER_SECONDS = 60
+NO_ANSWER = "no answer after"
+ASK_DRIVER = """
+import ctypes
+driver, version = ctypes.CDLL("libcuda.so.1"), ctypes.c_int()
+driver.cuDriverGetVersion(ctypes.byref(version))
+print(version.value, driver.cuInit(0))
+"""
+MODULE_VERSION = Path("/proc/driver/nvidia/version")
+AS_A_SCRIPT = "import sys; sys.path[:] = filter(None, sys.path)\n"
+"""The begin of a probe for a command that, unlike `python -m`, does not import from the working directory."""
 SPARSE_MARK, V4_MARK = "etap, sparse attention: ", "etap, DeepSeek-V4: "
 ASK = """
 try:
@@ -26,6 +42,7 @@ except Exception as error:
 print("{mark}" + (why_not or "").partition("\\n")[0])
 """
 """The end of a probe; it prints a line with the reason after the mark, or nothing after it where ETAP can run."""
+SOURCES = Path(etap_backend.__file__).parent
 SPARSE_MODELS = "sparse attention (DeepSeek-V3.2, GLM-5)"
 
 
@@ -83,7 +100,7 @@ PLUGINS = (
         "vllm.general_plugins",
         "VLLM_PLUGINS",
         lambda value: value.split(","),
-        "from vllm.plugins import load_general_plugins; load_general_plugins()\n"
+        AS_A_SCRIPT + "from vllm.plugins import load_general_plugins; load_general_plugins()\n"
         "from vllm.v1.attention.backends.registry import AttentionBackendEnum\n"
         "assert 'ETAP' in AttentionBackendEnum.__members__, 'ETAP is not among the attention backends'\n"
         "from etap_backend.vllm import registration, v4_selection, versions\n"
@@ -126,17 +143,28 @@ def check_gpu() -> Finding:
 
 
 def check_driver() -> Finding:
-    """Whether the NVIDIA driver supports the CUDA version of the kernels."""
+    """Whether the NVIDIA driver that programs load here supports the CUDA version of the kernels."""
+    remedy = f"install the NVIDIA driver, {MIN_DRIVER} or newer"
     try:
-        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-        version = subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()[0]
-        major = int(version.split(".")[0])
-    except (OSError, subprocess.CalledProcessError, IndexError, ValueError):
-        remedy = f"install the NVIDIA driver, {MIN_DRIVER} or newer"
-        return Finding(Verdict.BROKEN, "nvidia-smi finds no driver", remedy)
-    if major < MIN_DRIVER:
-        return Finding(Verdict.BROKEN, version, f"update the NVIDIA driver to {MIN_DRIVER} or newer")
-    return Finding(Verdict.OK, version)
+        answer = _run_python(ASK_DRIVER, DRIVER_SECONDS)
+    except subprocess.TimeoutExpired:
+        return Finding(
+            Verdict.BROKEN,
+            f"{NO_ANSWER} {DRIVER_SECONDS} s",
+            "reset the GPU or restart the machine; nothing else was checked",
+        )
+    if answer.returncode:
+        return Finding(Verdict.BROKEN, "no driver: libcuda.so.1 does not load", remedy)
+    version, status = map(int, answer.stdout.split())
+    found = f"CUDA {version // 1000}.{version % 1000 // 10}"
+    if MODULE_VERSION.is_file() and (module := re.search(r" (\d+[.\d]+) ", MODULE_VERSION.read_text())):
+        found += f", kernel module {module[1]}"
+    if version < MIN_CUDA:
+        return Finding(Verdict.BROKEN, found, f"{remedy}, or its CUDA compatibility package")
+    if status not in (0, NO_DEVICE):
+        remedy = "restart the machine after an update of the driver; a compatibility package fits some drivers and GPUs"
+        return Finding(Verdict.BROKEN, f"{found}: cuInit fails with error {status}", remedy)
+    return Finding(Verdict.OK, found)
 
 
 def check_library() -> Finding:
@@ -144,8 +172,22 @@ def check_library() -> Finding:
     try:
         version = _library.library().abi_version()
     except ImportError as error:
-        return Finding(Verdict.BROKEN, str(error), "reinstall etap-backend from its wheel")
-    return Finding(Verdict.OK, f"ABI version {version}, {_library.library_path()}")
+        return Finding(Verdict.BROKEN, str(error))  # with what to do
+    path = _library.library_path()
+    beside = any(path.is_relative_to(folder) for folder in etap_backend.__path__)
+    return Finding(Verdict.OK, f"ABI version {version}, {path}", "" if beside else f"serves the sources in {SOURCES}")
+
+
+def _run_python(program: str, seconds: float) -> subprocess.CompletedProcess:
+    """Run a program in another process. Raises TimeoutExpired after so many seconds, whatever goes on running."""
+    pipes: dict = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen([sys.executable, "-c", program], **pipes)
+    try:
+        output, errors = process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        process.kill()  # not subprocess.run, which waits for its children, too, and for a driver's call that hangs
+        raise
+    return subprocess.CompletedProcess(process.args, process.returncode, output, errors)
 
 
 def _probe(plugin: Plugin) -> tuple[str | None, tuple[str, ...]]:
@@ -160,9 +202,9 @@ def _probe(plugin: Plugin) -> tuple[str | None, tuple[str, ...]]:
     questions = [ASK.format(expression=expression, mark=mark) for mark, (_, expression, _) in asked.items()]
     program = plugin.probe + "".join(questions)
     try:
-        probe = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=PROBE_SECONDS)
+        probe = _run_python(program, PROBE_SECONDS)
     except subprocess.TimeoutExpired:
-        return f"no answer after {PROBE_SECONDS} s", ()
+        return f"{NO_ANSWER} {PROBE_SECONDS} s", ()
     if probe.returncode:
         return (probe.stderr.strip().splitlines() or [f"exit code {probe.returncode}"])[-1], ()
     lines = []
@@ -202,9 +244,9 @@ def check_plugin(plugin: Plugin) -> Finding:
 
 def run(options: object = None) -> int:
     """Print each finding as it comes; gives 1 when something is broken, else 0."""
-    checks: dict[str, Callable[[], Finding]] = {"GPU": check_gpu, "driver": check_driver, "library": check_library}
+    checks: dict[str, Callable[[], Finding]] = {"driver": check_driver, "GPU": check_gpu, "library": check_library}
     checks |= {plugin.engine.name: lambda plugin=plugin: check_plugin(plugin) for plugin in PLUGINS}
-    print(f"etap-backend {__version__}, torch {torch.__version__}")
+    print(f"etap-backend {__version__} in {SOURCES}, torch {torch.__version__}")
     broken = False
     for name, check in checks.items():
         print(f"{name:<9}", end="", flush=True)  # an engine takes half a minute to load
@@ -213,4 +255,6 @@ def run(options: object = None) -> int:
         print(f"{finding.verdict.value:<15}{finding.found}".rstrip())
         for more in filter(None, (finding.remedy, *finding.sparse)):
             print(f"{'':<9}{'':<15}{more}")
+        if name == "driver" and finding.found.startswith(NO_ANSWER):
+            break  # torch would wait for it, too
     return int(broken)

@@ -20,8 +20,8 @@ AUTO_VARIABLE = "ETAP_AUTO"
 
 
 def is_first_choice() -> bool:
-    """Whether AUTO_VARIABLE is 1; 0 and no value are off. Raises ValueError for another value."""
-    value = os.environ.get(AUTO_VARIABLE, "0")
+    """Whether AUTO_VARIABLE is 1; 0, empty and no value are off. Raises ValueError for another value."""
+    value = os.environ.get(AUTO_VARIABLE) or "0"  # compose files leave a variable empty
     if value not in ("0", "1"):
         raise ValueError(f"{AUTO_VARIABLE}: wanted 0 or 1, got {value!r}")
     return value == "1"

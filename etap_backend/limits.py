@@ -1,5 +1,7 @@
 """What the kernels support; engines, command line and tests all ask here."""
 
+import operator
+
 import torch
 
 LATENT_DIM = 512
@@ -19,6 +21,10 @@ V4_DATA_BYTES = V4_NOPE_DIM + 2 * ROPE_DIM
 V4_ROW_BYTES = V4_DATA_BYTES + 8
 """Bytes of a row with its scales: 7 powers of two and an unused byte, which follow the data of all rows of a page."""
 TILE_TOKENS = 64
+MAX_COUNT = 2**30
+"""Most requests, heads, query rows and tokens of a page: the kernels count them, and a tile more, in 32 bits."""
+MAX_SMS = 2**12
+"""Most CTAs that a call is divided for."""
 WORK_RANGE_FIELDS = 8
 COMPUTE_CAPABILITY = (9, 0)
 DTYPES = (torch.bfloat16, torch.float16)
@@ -28,7 +34,7 @@ FP8 = torch.float8_e4m3fn
 SPARSE_FP8 = "fp8_ds_mla"
 """The engines' name of a cache whose FP8 rows carry their own scales: DeepSeek-V3.2's and V4's."""
 
-_CACHE_DTYPE_NAMES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "fp8": FP8, "fp8_e4m3": FP8}
+_DTYPE_NAMES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": FP8, "fp8_e4m3": FP8}
 _FOREIGN_CACHES = {
     SPARSE_FP8: "it is the layout of sparse attention",
     "fp8_e5m2": "the kernels read 8-bit floats in e4m3 only",
@@ -36,6 +42,20 @@ _FOREIGN_CACHES = {
     "nvfp4": "the kernels read no 4-bit floats",
 }
 """Prefixes of other caches' names, and why the kernels cannot read them."""
+
+
+def count(name: str, value: int, most: int = MAX_COUNT) -> int:
+    """`value` as an int. Raises ValueError outside 1..`most` and TypeError for other types, naming the argument."""
+    if not 1 <= (number := _int(name, value)) <= most:
+        raise ValueError(f"{name}: wanted 1 to {most}, got {value}")
+    return number
+
+
+def _int(name: str, value: int) -> int:
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name}: wanted an int, got {value!r}") from None
 
 
 def dtype_name(dtype: object) -> str:
@@ -48,13 +68,21 @@ def output_dtypes(q_dtype: torch.dtype) -> tuple[torch.dtype, ...]:
     return DTYPES if q_dtype == FP8 else (q_dtype,)
 
 
-def _cache_dtype(kv_cache_dtype: "torch.dtype | str | None", dtype: torch.dtype) -> "torch.dtype | str":
-    if kv_cache_dtype is None or kv_cache_dtype == "auto":
-        return dtype
-    return _CACHE_DTYPE_NAMES.get(kv_cache_dtype, kv_cache_dtype) if isinstance(kv_cache_dtype, str) else kv_cache_dtype
+def _dtype(name: str, value: "torch.dtype | str | None") -> "torch.dtype | str":
+    """The type that a name of torch's or an engine's means; another name as it is, for the refusal."""
+    if isinstance(value, str):
+        found = _DTYPE_NAMES.get(value) or getattr(torch, dtype_name(value), None)
+        return found if isinstance(found, torch.dtype) else value
+    if not isinstance(value, torch.dtype):
+        raise TypeError(f"{name}: wanted a torch.dtype or its name, got {value!r}")
+    return value
 
 
-def _why_dtypes(dtype: torch.dtype, cache: "torch.dtype | str") -> str | None:
+def _cache_dtype(kv_cache_dtype: "torch.dtype | str | None", dtype: "torch.dtype | str") -> "torch.dtype | str":
+    return dtype if kv_cache_dtype in (None, "auto") else _dtype("kv_cache_dtype", kv_cache_dtype)
+
+
+def _why_dtypes(dtype: "torch.dtype | str", cache: "torch.dtype | str") -> str | None:
     if dtype not in (*DTYPES, FP8):
         wanted = "bfloat16 or float16, or float8_e4m3fn with an FP8 cache"
         return f"dtype {dtype_name(dtype)} is not supported: wanted {wanted}"
@@ -66,9 +94,13 @@ def _why_dtypes(dtype: torch.dtype, cache: "torch.dtype | str") -> str | None:
 
 
 def _why_gpu(compute_capability: tuple[int, int] | None) -> str | None:
-    if compute_capability is None or tuple(compute_capability) == COMPUTE_CAPABILITY:
+    if compute_capability is None:
         return None
-    found = ".".join(map(str, compute_capability))
+    if not isinstance(compute_capability, tuple | list) or len(compute_capability) != 2:
+        raise TypeError(f"compute_capability: wanted (major, minor), got {compute_capability!r}")
+    if (numbers := tuple(_int("compute_capability", one) for one in compute_capability)) == COMPUTE_CAPABILITY:
+        return None
+    found = ".".join(map(str, numbers))
     return f"compute capability {found} is not supported: the kernels are compiled for sm_90a (Hopper, 9.0) only"
 
 
@@ -80,14 +112,14 @@ def _why_v_head_dim(v_head_dim: int) -> str | None:
 
 def _why_counts(**counts: int | None) -> str | None:
     for name, value in counts.items():
-        if value is not None and value < 1:
-            return f"{name} {value} is not supported: wanted at least 1"
+        if value is not None and not 1 <= _int(name, value) <= MAX_COUNT:
+            return f"{name} {value} is not supported: wanted 1 to {MAX_COUNT}"
     return None
 
 
 def why_unsupported(
     *,
-    dtype: torch.dtype,
+    dtype: "torch.dtype | str",
     num_heads: int | None = None,
     head_dim: int = HEAD_DIM,
     v_head_dim: int = LATENT_DIM,
@@ -99,7 +131,7 @@ def why_unsupported(
     """The reason why a decode problem cannot run, or None when it can.
 
     Args:
-        dtype: type of the query, bfloat16 or float16; float8_e4m3fn with an FP8 cache.
+        dtype: type of the query or its name, bfloat16 or float16; float8_e4m3fn with an FP8 cache.
         num_heads: query heads on this GPU; None when unknown.
         head_dim: width of a query and of a cache row in elements (latent + rope), 576.
         v_head_dim: width of an output row in elements (latent), 512.
@@ -108,7 +140,10 @@ def why_unsupported(
             the dense layout of 576 bytes per token; None and "auto" mean the query's.
         compute_capability: (major, minor) of the GPU; None when unknown.
         s_q: query tokens per request.
+
+    Raises TypeError, naming the argument, for one of another type.
     """
+    dtype = _dtype("dtype", dtype)
     if reason := _why_gpu(compute_capability) or _why_dtypes(dtype, _cache_dtype(kv_cache_dtype, dtype)):
         return reason
     if head_dim != HEAD_DIM:
@@ -120,7 +155,7 @@ def why_unsupported(
 
 def why_unsupported_sparse(
     *,
-    dtype: torch.dtype,
+    dtype: "torch.dtype | str",
     num_heads: int | None = None,
     head_dim: int = HEAD_DIM,
     v_head_dim: int = LATENT_DIM,
@@ -132,7 +167,7 @@ def why_unsupported_sparse(
     """The reason why a sparse decode problem cannot run, or None when it can.
 
     Args:
-        dtype: type of the query, bfloat16.
+        dtype: type of the query or its name, bfloat16.
         num_heads: query heads on this GPU; None when unknown.
         head_dim: width of a query in elements, 576 (latent + rope) or 512 (without rope, or DeepSeek-V4).
         v_head_dim: width of an output row in elements (latent), 512.
@@ -141,9 +176,12 @@ def why_unsupported_sparse(
             rope) or V4's 584 beside 512; None and "auto" mean the query's.
         compute_capability: (major, minor) of the GPU; None when unknown.
         top_k: entries in a query token's list, any number.
+
+    Raises TypeError, naming the argument, for one of another type.
     """
     if reason := _why_gpu(compute_capability):
         return reason
+    dtype = _dtype("dtype", dtype)
     if dtype != torch.bfloat16:
         return f"dtype {dtype_name(dtype)} is not supported: wanted bfloat16"
     cache = _cache_dtype(kv_cache_dtype, dtype)

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from etap_backend._library import library
-from etap_backend._operator import Operator, compiled, schema
+from etap_backend._operator import Operator, compiled, constant_result, schema
 from etap_backend.calls import ScheduleCall
-from etap_backend.limits import WORK_RANGE_FIELDS, dtype_name
+from etap_backend.limits import MAX_COUNT, MAX_SMS, WORK_RANGE_FIELDS, count, dtype_name
 
 BATCH_INVARIANT_BYTES = 60 * 2**20
 """Workspace that a batch-invariant schedule may take for splitting requests."""
@@ -70,15 +70,16 @@ class DecodeShape(NamedTuple):
 
 
 @functools.cache
-@torch.compiler.assume_constant_result  # torch.compile cannot trace the library
+@constant_result
 def decode_shape(
     rows: int, num_sms: int, batch: int = ANY_BATCH, fp8_cache: bool = False, fp8_math: bool = False
 ) -> DecodeShape:
     """The shape of a request's query rows in a schedule for so many CTAs; arguments as for `DecodeSchedule`.
 
     With ANY_BATCH the shape depends neither on the batch nor on the cache; no other shape of as many rows takes more
-    workspace. Raises ImportError without a library, ValueError for a count below 1.
+    workspace. Raises ImportError without a library, ValueError for a count outside 1..MAX_COUNT or MAX_SMS.
     """
+    rows, num_sms = count("rows", rows), count("num_sms", num_sms, MAX_SMS)
     return DecodeShape(*library().decode_shape(rows, num_sms, batch, fp8_cache, fp8_math))
 
 
@@ -89,15 +90,10 @@ def fixed_splits(max_batch: int, num_heads: int, max_s_q: int, num_sms: int) -> 
     return max(1, min(shape.partitions(num_sms), BATCH_INVARIANT_BYTES // (2 * slot_bytes * max_batch)))
 
 
-def count(name: str, value: int) -> int:
-    """`value` as an int. Raises ValueError below 1 and TypeError for other types, naming the argument."""
-    try:
-        number = operator.index(value)
-    except TypeError:
-        raise TypeError(f"{name}: wanted an int, got {value!r}") from None
-    if number < 1:
-        raise ValueError(f"{name}: wanted at least 1, got {value}")
-    return number
+def _row_counts(num_heads: int, max_s_q: int) -> tuple[int, int]:
+    """Both as ints. Raises as `count`; their product is one, too."""
+    num_heads = count("num_heads", num_heads)
+    return num_heads, count("max_s_q", max_s_q, MAX_COUNT // num_heads)
 
 
 @functools.cache
@@ -226,16 +222,17 @@ class DecodeSchedule:
                 by batch_invariant. On those GPUs short calls of few requests take up to 1.7 times as long.
 
         Raises:
-            ValueError: a count is below 1, the workspace too small or the device absent.
+            ValueError: a count is below 1 or too large (at most MAX_COUNT, CTAs MAX_SMS, of etap_backend.limits; the
+                first also for num_heads * max_s_q), the workspace too small or the device absent.
             TypeError: a count is not an int, or the workspace is not float32.
             ImportError: the compiled library is missing or of another version.
         """
-        self.max_batch, self.num_heads = count("max_batch", max_batch), count("num_heads", num_heads)
-        self.max_s_q = count("max_s_q", max_s_q)
+        self.max_batch = count("max_batch", max_batch)
+        self.num_heads, self.max_s_q = _row_counts(num_heads, max_s_q)
         self.device = _device(device)
         if num_sms is None:
             num_sms = sms_of(self.device)
-        self.num_sms = num_sms = count("num_sms", num_sms)
+        self.num_sms = num_sms = count("num_sms", num_sms, MAX_SMS)
         self.fp8_cache, self.fp8_math = bool(fp8_cache), bool(fp8_math)
         most = (self.max_batch, self.num_heads, self.max_s_q, num_sms)
         self.any_batch = bool(any_batch or batch_invariant)
@@ -258,10 +255,10 @@ class DecodeSchedule:
     ) -> int:
         """Floats that the partials need: at most two per CTA, each with its output rows and log-sum-exp.
 
-        Arguments as for the schedule. Raises ValueError for a count below 1, TypeError for one that is not an int.
+        Arguments as for the schedule. Raises ValueError and TypeError for counts as there.
         """
-        num_heads, max_s_q = count("num_heads", num_heads), count("max_s_q", max_s_q)
-        num_sms, max_batch = count("num_sms", num_sms), count("max_batch", max_batch)
+        num_heads, max_s_q = _row_counts(num_heads, max_s_q)
+        num_sms, max_batch = count("num_sms", num_sms, MAX_SMS), count("max_batch", max_batch)
         splits = fixed_splits(max_batch, num_heads, max_s_q, num_sms) if batch_invariant else 0
 
         most = 0

@@ -7,20 +7,21 @@ import torch
 from torch import Tensor
 
 from etap_backend._library import library
-from etap_backend._operator import Operator, compiled, schema, type_name
+from etap_backend._operator import Operator, compiled, constant_result, schema, type_name
 from etap_backend.calls import SparseCall
 from etap_backend.cpu import sparse as cpu_sparse
-from etap_backend.limits import LATENT_DIM
-from etap_backend.schedule import DecodeShape, count, sms_of
+from etap_backend.limits import LATENT_DIM, MAX_COUNT, MAX_SMS, count
+from etap_backend.schedule import DecodeShape, sms_of
 
 CPU_SMS = 132
 """CTAs that a call on the CPU is divided for: an H200's, so that the splits are the same."""
 
 
 @functools.cache
+@constant_result
 def sparse_decode_shape(heads: int) -> DecodeShape:
-    """The library's answer. Raises ImportError without a library, ValueError for less than one head."""
-    return DecodeShape(*library().sparse_decode_shape(heads))
+    """The library's answer. Raises ImportError without a library, ValueError outside 1..MAX_COUNT heads."""
+    return DecodeShape(*library().sparse_decode_shape(count("heads", heads)))
 
 
 def sparse_workspace_floats(heads: int, num_sms: int) -> int:
@@ -31,11 +32,11 @@ def sparse_workspace_floats(heads: int, num_sms: int) -> int:
         num_sms: CTAs that the calls are launched on.
 
     Raises:
-        ValueError, TypeError: a count is below 1 or not an int.
+        ValueError, TypeError: a count is below 1, above MAX_COUNT or MAX_SMS of etap_backend.limits, or not an int.
         ImportError: the compiled library is missing or of another version.
     """
     shape = sparse_decode_shape(count("heads", heads))
-    return shape.workspace_floats(shape.partitions(count("num_sms", num_sms)))
+    return shape.workspace_floats(shape.partitions(count("num_sms", num_sms, MAX_SMS)))
 
 
 def device_sms(device: torch.device) -> int:
@@ -65,8 +66,10 @@ def _library_call(
 ) -> SparseCall:
     """The library's arguments: the operator's, with a workspace, and with partitions in place of num_sms."""
     heads = q.shape[1] if q.dim() == 3 else 0
+    if heads > MAX_COUNT:
+        raise ValueError(f"q: wanted at most {MAX_COUNT} heads, got {heads}")
     shape = sparse_decode_shape(max(1, heads))
-    partitions = shape.partitions(device_sms(q.device) if num_sms is None else count("num_sms", num_sms))
+    partitions = shape.partitions(device_sms(q.device) if num_sms is None else count("num_sms", num_sms, MAX_SMS))
     if workspace is None:
         workspace = q.new_empty(shape.workspace_floats(partitions), dtype=torch.float32)
     return SparseCall(

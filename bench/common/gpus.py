@@ -17,7 +17,7 @@ class Gpu:
     """One GPU; `clocks` are the greatest ones of SMs and memory, and the power limit, as far as known."""
 
     name: str
-    memory_mib: int
+    memory_mib: int | None
     driver: str
     clocks: list[str]
 

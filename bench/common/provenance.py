@@ -15,52 +15,33 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 from bench.common import gpus
-from bench.common.configs import Strict
+from etap_backend import _library
 
 UNKNOWN = "unknown"
+PACKAGES = ("etap-backend", "torch", "apache-tvm-ffi", "triton", "vllm", "sglang", "sglang-kernel", "flashinfer-python")
 
 
-class Provenance(Strict):
-    """Top-level fields of every results file."""
-
-    date: str  # UTC, ISO 8601
-    gpu: str = UNKNOWN  # the first visible one
-    gpu_memory_mib: int | None = None
-    driver: str = UNKNOWN
-    clocks: list[str] = []
-    python: str | None = None
-    versions: dict[str, str] = {}
-    commit: str = UNKNOWN
-    library_sha256: str | None = None
-    command: str
-    note: str = ""
-
-
-def provenance(
-    program: str, *, packages: Iterable[str] = (), library: Path | None = None, note: str = ""
-) -> Provenance:
-    """The provenance of a run that begins now.
+def provenance(program: str, note: str = "") -> dict:
+    """The top-level fields that every results file begins with, for a run that begins now.
 
     Args:
         program: the command without its arguments, such as "python -m bench soak".
-        packages: names of packages; versions of the installed ones are noted.
-        library: the compiled library; its SHA-256 is noted when the file exists.
         note: anything else that a reader must know.
     """
-    about = {}
-    if found := gpus.gpus():
-        first = found[0]
-        about = {"gpu": first.name, "gpu_memory_mib": first.memory_mib, "driver": first.driver, "clocks": first.clocks}
-    return Provenance(
-        date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        **about,
-        python=platform.python_version(),
-        versions=installed(packages),
-        commit=os.environ.get("ETAP_COMMIT") or commit_of(Path(__file__).parent),
-        library_sha256=sha256(library) if library else None,
-        command=as_from_here(shlex.join([*program.split(), *sys.argv[1:]])),
-        note=note,
-    )
+    first = next(iter(gpus.gpus()), gpus.Gpu(UNKNOWN, None, UNKNOWN, []))
+    return {
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "gpu": first.name,  # the first visible one
+        "gpu_memory_mib": first.memory_mib,
+        "driver": first.driver,
+        "clocks": first.clocks,
+        "python": platform.python_version(),
+        "versions": installed(PACKAGES),
+        "commit": os.environ.get("ETAP_COMMIT") or commit_of(Path(__file__).parent),
+        "library_sha256": sha256(_library.library_path()),
+        "command": as_from_here(shlex.join([*program.split(), *sys.argv[1:]])),
+        "note": note,
+    }
 
 
 def as_from_here(text: str) -> str:

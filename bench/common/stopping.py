@@ -1,32 +1,24 @@
-"""Ends a long run early: a signal or a time limit becomes one exception, and what was measured stays."""
+"""Ends a long run early: a signal becomes an exception, and what was measured stays."""
 
 from __future__ import annotations
 
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 
 class Stopped(KeyboardInterrupt):
-    """The run ends early; the text names the cause: "by SIGTERM", "by the time limit of 60 s"."""
+    """The run ends early; the text names the cause: "by SIGTERM"."""
 
 
-@contextmanager
-def stopping(time_limit: float | None) -> Iterator[Callable[[], None]]:
-    """Turn SIGTERM, Ctrl-C and the time limit in seconds into `Stopped`; call the yielded function between readings."""
-    deadline = None if time_limit is None else time.monotonic() + time_limit
+def stopping() -> AbstractContextManager[None]:
+    """Turn SIGTERM and Ctrl-C in the block into `Stopped`."""
 
     def stop(number, frame):
         raise Stopped(f"by {signal.Signals(number).name}")
 
-    def check():
-        if deadline is not None and time.monotonic() > deadline:
-            raise Stopped(f"by the time limit of {time_limit:g} s")
-
-    with signals_go_to(stop):
-        yield check
+    return signals_go_to(stop)
 
 
 @contextmanager

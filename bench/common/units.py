@@ -1,18 +1,6 @@
-"""Writes and reads numbers of tokens: 16384 tokens are 16K in commands, tables and plots."""
+"""Writes numbers of tokens: 16384 tokens are 16K in tables and plots."""
 
 from __future__ import annotations
-
-SCALES = {"k": 1024, "m": 1024**2}
-MAX_DIGITS = 4000
-
-
-def parse_tokens(text: str, argument: str = "") -> int:
-    """A number of tokens, such as 4096, 4K or 1M. Raises ValueError for anything else, and for less than one."""
-    number, scale = (text[:-1], SCALES[text[-1].lower()]) if text[-1:].lower() in SCALES else (text, 1)
-    # isdecimal alone accepts digits of other scripts; int refuses thousands of digits.
-    if not (number.isascii() and number.isdecimal()) or len(number) > MAX_DIGITS or int(number) < 1:
-        raise ValueError(f"{argument}wanted a number of tokens such as 4096, 4K or 1M, got {text[:60]!r}")
-    return int(number) * scale
 
 
 def in_k(tokens: int) -> str:

@@ -45,12 +45,11 @@ def kernels_of(builds: list[Build], peers: Path | None, h20_proxy: bool) -> tupl
     return providers.with_file(found, peers) if peers else (found, {})
 
 
-def document_of(grid: Grid, kernels: Providers, builds: list[Build], options: Options, versions: dict) -> dict:
+def document_of(grid: Grid, builds: list[Build], options: Options, versions: dict) -> dict:
     """The results file of a run that begins now, without a row."""
-    packages = {one.package for each in kernels.values() for one in each.values() if one.package}
-    library = None if builds else _library.library_path()
-    about = provenance("python -m bench kernels", packages=sorted(packages), library=library).model_dump()
+    about = provenance("python -m bench kernels")
     about["versions"] |= {"etap-backend": etap_backend.__version__, "torch": torch.__version__, **versions}
+    about |= {"library_sha256": None} if builds else {}
     chip = torch.cuda.get_device_name()
     gpu = f"H20 proxy ({chip.removeprefix('NVIDIA ')} throttled)" if options.h20_proxy else chip
     floor = floor_for(gpu, grid.workloads[0].kind)
@@ -81,23 +80,6 @@ def run(document: dict, grid: Grid, kernels: Providers, options: Options, output
         results.write(document, output)
 
 
-def fitting(grid: Grid) -> tuple[Grid, list[str]]:
-    """The rows that fit in the GPU's free memory, and the labels of the others. Raises ValueError when none fits."""
-    free = torch.cuda.mem_get_info()[0]
-    kept, left_out = grid.within(free)
-    if not kept.workloads:
-        raise ValueError(f"grid: wanted rows that fit in {free / 1e9:.1f} GB of free memory, got none in {grid.name}")
-    return kept, left_out
-
-
-def output_of(output: Path | None, grid: Grid, suffix: str) -> Path:
-    """Where the results go. Raises ValueError, naming --output, when they cannot go there."""
-    if output is None:
-        results.must_be_new(output := Path("results") / f"{grid.name}{suffix}.json")
-    results.must_be_writable(output)
-    return output
-
-
 def main(
     grid: Annotated[str, typer.Argument(help=f"{', '.join(configs.shipped('grids'))}, or a TOML file like these.")],
     kv_dtype: Annotated[KvDtype, typer.Option(help="fp8: an FP8 cache in all rows; same: as the grid says.")] = "same",
@@ -116,8 +98,13 @@ def main(
         whole = read_grid(grid, kv_dtype == "fp8")
         must_be_hopper()
         suffix = ("-fp8" if kv_dtype == "fp8" else "") + ("-h20-proxy" if h20_proxy else "")
-        path = output_of(output, whole, suffix)
-        kept, left_out = fitting(whole)
+        path = output or Path("results") / f"{whole.name}{suffix}.json"
+        if output is None:
+            results.must_be_new(path)
+        results.must_be_writable(path)
+        kept, left_out = whole.within(free := torch.cuda.mem_get_info()[0])
+        if not kept.workloads:
+            raise ValueError(f"grid: wanted rows that fit in {free / 1e9:.1f} GB of free memory, got none in {grid}")
         builds = libraries.load(library or [])
         found, versions = kernels_of(builds, peers, h20_proxy)
         kernels = providers.chosen(found, dict.fromkeys(one.kind for one in kept.workloads), only or [], skip or [])
@@ -125,9 +112,9 @@ def main(
         typer.secho(f"bench kernels: {error}", fg="red", err=True)
         raise typer.Exit(2) from error
     options = Options(replays, validate, h20_proxy, behind)
-    document = document_of(kept, kernels, builds, options, versions) | {"left_out": left_out}
+    document = document_of(kept, builds, options, versions) | {"left_out": left_out}
     run(document, kept, kernels, options, path)
-    typer.echo(report.text(document))
+    typer.echo(report.text(kept.name, document))
     if wrong := measure.problems(document):
         typer.secho(f"ETAP's results are wrong or missing: {'; '.join(wrong)}", fg="red", err=True)
         raise typer.Exit(1)

@@ -2,7 +2,8 @@
 
 A CUDA graph of many calls is replayed, and its time is divided by the calls. The calls take copies of the cache in
 turns that together exceed L2 by far. Graphs of all kernels take turns, replay by replay, so that drifting clocks affect
-all alike.
+all alike. Outputs are NaN before the timed replays, and what these leave is compared with float64: a wrong call has no
+time.
 """
 
 from __future__ import annotations
@@ -100,11 +101,15 @@ def max_rmse(name: str, provider: Provider) -> float:
 
 @dataclass
 class Timed:
-    """A kernel whose graphs are recorded and whose result is right."""
+    """A kernel whose graphs are recorded."""
 
     graph: Graph
     behind: Graph | None
-    found: dict  # its result in the row
+
+    def found(self) -> dict:
+        """Its result in the row, after the timed replays."""
+        behind = {"behind": self.behind.timing()} if self.behind else {}
+        return {"state": "measured", **self.graph.timing(), **behind}
 
 
 class Row:
@@ -123,9 +128,8 @@ class Row:
             self._truths[fp8] = truth(with_cache(self.inputs, fp8), copies[(self.calls - 1) % len(copies)])
         return self._truths[fp8]
 
-    def record(self, name: str, provider: Provider) -> Timed | dict:
-        """Record a kernel's graphs and check its result; the failure of a wrong one. Raises NotImplementedError where
-        it refuses the row."""
+    def record(self, provider: Provider) -> Timed:
+        """Record a kernel's graphs. Raises NotImplementedError where it refuses the row."""
         fp8 = self.workload.fp8 and not provider.bf16_cache
         copies, spare = self.pool.copies(self.workload, fp8), torch.empty_like(self.inputs.q)
         with provider.active():
@@ -141,21 +145,25 @@ class Row:
                 return on_a_copy(index)
 
             graph = Graph(on_a_copy, self.calls)
-            behind = Graph(behind_a_kernel, self.calls) if self.options.behind else None
+            return Timed(graph, Graph(behind_a_kernel, self.calls) if self.options.behind else None)
+
+    def judged(self, name: str, provider: Provider, one: Timed) -> dict:
+        """What the row says of a kernel: its error and times, or that its output is wrong."""
         if not self.options.validate:
-            return Timed(graph, behind, {"state": "measured"})
-        rmse, limit = relative_rmse(graph.result, self.truth(fp8)), max_rmse(name, provider)
-        if rmse <= limit:
-            return Timed(graph, behind, {"state": "measured", "relative_rmse": rmse})
-        text = f"wrong result: relative RMSE against float64 {rmse:.2e}, limit {limit:.1e}"
+            return one.found()
+        truth, limit = self.truth(self.workload.fp8 and not provider.bf16_cache), max_rmse(name, provider)
+        errors = [relative_rmse(graph.result, truth) for graph in (one.graph, one.behind) if graph]
+        if all(error <= limit for error in errors):  # NaN is not
+            return one.found() | {"relative_rmse": max(errors)}
+        text = f"wrong result: relative RMSE against float64 {errors}, limit {limit:.1e}"
         return {"state": "failed", "error": text}
 
     def record_all(self, of: dict[str, Provider]) -> dict[str, Timed | dict]:
-        """By column: what is to be timed, or the result of a kernel that refused or failed."""
+        """By column: what is to be timed, or what the row says of a kernel that refused or failed."""
         kernels = {}
         for name, provider in of.items():
             try:
-                kernels[name] = self.record(name, provider)
+                kernels[name] = self.record(provider)
             except NotImplementedError as reason:
                 kernels[name] = {"state": "refused", "reason": str(reason)}
             except Exception as error:
@@ -172,31 +180,30 @@ def measure(workload: Workload, pool: Pool, of: dict[str, Provider], options: Op
     torch.cuda.synchronize()
     timed = {name: one for name, one in kernels.items() if isinstance(one, Timed)}
     time_in_turns(list(timed.values()), options)
+    kernels |= {name: row.judged(name, of[name], one) for name, one in timed.items()}
     for name, equal in same_bits({name: one.graph.result for name, one in timed.items()}, of).items():
-        timed[name].found["same_bits"] = equal
+        kernels[name]["same_bits"] = equal
     floor = floor_for(gpu, workload.kind)
     return {
         **workload.fields,
         "calls": row.calls,
         "rotated_bytes": copies_of(workload) * workload.bytes,
         "floor_us": floor and floor.us(workload),
-        "results": {name: one.found if isinstance(one, Timed) else one for name, one in kernels.items()},
+        "results": kernels,
     }
 
 
 def time_in_turns(kernels: list[Timed], options: Options) -> None:
-    """Replay every graph once per turn, and add the timings to what was found of the kernels."""
-    graphs = [one.graph for one in kernels] + [one.behind for one in kernels if one.behind]
+    """Replay every graph once per turn, from outputs that are NaN."""
+    graphs = [graph for one in kernels for graph in (one.graph, one.behind) if graph]
+    for graph in graphs:
+        graph.result.fill_(torch.nan)
     held = torch.cuda.get_device_properties(0).multi_processor_count - H20_SMS if options.h20_proxy else 0
     with sms_held(held):
         for _ in range(options.replays):
             for graph in graphs:
                 graph.replay()
         torch.cuda.current_stream().synchronize()
-    for one in kernels:
-        one.found |= one.graph.timing()
-        if one.behind:
-            one.found["behind"] = one.behind.timing()
 
 
 def same_bits(results: dict[str, Tensor], of: dict[str, Provider]) -> dict[str, bool]:

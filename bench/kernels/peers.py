@@ -1,6 +1,6 @@
 """The kernels that ETAP is compared with, called as engines call them; metadata is built before the clock runs.
 
-FlashMLA and FA3 are called as in vLLM 0.33, FlashInfer as in SGLang 0.5; each is imported on use. A function
+FlashMLA, FA3 and Triton are called as in vLLM 0.33, FlashInfer as in SGLang 0.5; each is imported on use. A function
 takes a row's inputs and returns the call; NotImplementedError says why the kernel cannot run the row.
 """
 
@@ -100,6 +100,34 @@ def flashinfer(inputs: Inputs) -> Call:
 
     def call(kv_cache: Tensor) -> Tensor:
         return wrapper.run(q_latent, q_rope, kv_cache[..., :LATENT_DIM], kv_cache[..., LATENT_DIM:], **scales)
+
+    return call
+
+
+def triton(inputs: Inputs) -> Call:
+    """vLLM's TRITON_MLA: a query token is a request of its own, so several repeat the request's list in a call."""
+    from vllm.v1.attention.backends.mla.triton_mla import _compute_num_kv_splits
+    from vllm.v1.attention.ops.triton_decode_attention import decode_attention_fwd
+
+    s_q, heads = inputs.q.shape[1:3]
+    device, q = inputs.q.device, inputs.q.flatten(0, 1)
+    multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+    splits = _compute_num_kv_splits(inputs.workload.length, multiprocessors)
+    # A workspace for all layers.
+    partial = torch.empty(len(q), heads, splits, LATENT_DIM + 1, dtype=torch.float32, device=device)
+    scale = torch.ones(1, device=device) if inputs.kv_scale is None else inputs.kv_scale_tensor
+    offsets = torch.arange(1 - s_q, 1, dtype=torch.int32, device=device)
+
+    def call(kv_cache: Tensor) -> Tensor:
+        out, lse = q.new_zeros(len(q), heads, LATENT_DIM), q.new_zeros(len(q), heads)
+        block_table, seq_lens = inputs.block_table, inputs.seq_lens
+        if s_q > 1:
+            block_table = block_table.repeat_interleave(s_q, dim=0)
+            seq_lens = (seq_lens.unsqueeze(1) + offsets).flatten().clamp(min=0)
+        k = kv_cache.unsqueeze(2)
+        lists = (block_table, seq_lens, partial, splits, inputs.softmax_scale, inputs.workload.page_size)
+        decode_attention_fwd(q, k, k[..., :LATENT_DIM], out, lse, *lists, k_scale=scale, v_scale=scale, is_mla=True)
+        return out
 
     return call
 

@@ -79,20 +79,20 @@ class Provider:
 Providers = dict[str, dict[str, Provider]]
 """By kind of workload, then by the name of a column."""
 
-FLASHINFER = Provider(peers.flashinfer, "flashinfer-python")
+IN_BOTH = {"FlashInfer": Provider(peers.flashinfer, "flashinfer-python"), "Triton": Provider(peers.triton, "vllm")}
 AVAILABLE: Providers = {
     "plain": {
         ETAP: Provider(etap),
         "FlashMLA": Provider(peers.flashmla, "vllm"),
         "FA3": Provider(peers.fa3, "vllm"),
-        "FlashInfer": FLASHINFER,
+        **IN_BOTH,
     },
     "fp8": {  # FA3 has no MLA kernel for an FP8 cache
         ETAP: Provider(etap),
         FP8_MATH: Provider(partial(etap, fp8_math=True)),
         BF16_CACHE: Provider(etap, bf16_cache=True),
         "FlashMLA": Provider(peers.flashmla_fp8, "vllm"),
-        "FlashInfer": FLASHINFER,
+        **IN_BOTH,
     },
     "sparse": {
         ETAP: Provider(etap_sparse),
@@ -139,8 +139,10 @@ def with_file(providers: Providers, path: Path) -> tuple[Providers, dict[str, st
         raise ValueError(f"--peers: wanted a Python file that runs, got {path}: {error!r}") from error
     tables = {kind: "PEERS" if kind == "plain" else f"{kind.upper()}_PEERS" for kind in KINDS.values()}
     found = {kind: defined.get(name, {}) for kind, name in tables.items()}
-    if not any(found.values()):
-        raise ValueError(f"--peers: wanted a file that defines one of {', '.join(tables.values())}, got {path}")
+    right = all(isinstance(each, dict) and all(map(callable, each.values())) for each in found.values())
+    if not right or not any(found.values()):
+        wanted = ", ".join(tables.values())
+        raise ValueError(f"--peers: wanted a file that defines one of {wanted}, {{column: function}}, got {path}")
     if taken := {name for each in found.values() for name in each} & set(OWN):
         raise ValueError(f"--peers: wanted other columns than ETAP's, got {', '.join(taken)}")
     both = {kind: each | {name: Provider(one) for name, one in found[kind].items()} for kind, each in providers.items()}

@@ -24,9 +24,9 @@ def changed(name: str, changes: dict, rank_of: int | None = None, tp: int = 1) -
     """
     whole = shipped(name)
     if "text_config" in whole:
-        raise ValueError(f"--model: wanted a text model for dummy weights, got {name}")
+        raise ValueError(f"model: wanted a text model for dummy weights, got {name}")
     if unknown := set(changes) - set(whole):
-        raise ValueError(f"--set: wanted keys of {name}'s config.json, got {', '.join(sorted(unknown))}")
+        raise ValueError(f"changes: wanted keys of {name}'s config.json, got {', '.join(sorted(unknown))}")
     config = whole | changes
     if not config.get("quantization_config", True):  # engines take its presence for a wish
         del config["quantization_config"]

@@ -24,8 +24,6 @@ CONTEXT = 4096 + 1024
 RANK = {"num_attention_heads": 8, "o_groups": 1}
 SMALLER = {"n_routed_experts": 64, "moe_intermediate_size": 256, "expert_dtype": "fp8", "vocab_size": 16384}
 SMALLER |= {"max_position_embeddings": CONTEXT}
-V4_ARGUMENTS = {"block_size": 256}
-V41_ARGUMENTS = {"block_size": 64, "language_model_only": True}
 
 
 def v4_config(layers: int = LAYERS, drafts: int = 0) -> dict:
@@ -51,11 +49,6 @@ def v41_config(layers: int = LAYERS) -> dict:
     return config | quantization | {"text_config": config["text_config"] | RANK | SMALLER | text}
 
 
-def write_model(folder: Path, layers: int = LAYERS, drafts: int = 0, v41: bool = False) -> Path:
-    """Write configuration and tokenizer."""
-    return dummy.write(folder, v41_config(layers) if v41 else v4_config(layers, drafts))
-
-
 def main(
     folder: Annotated[Path, typer.Argument(help="Folder to write.")],
     layers: Annotated[int, typer.Option(min=4, max=43, help="The model's first layers.")] = LAYERS,
@@ -63,7 +56,7 @@ def main(
     v41: Annotated[bool, typer.Option("--v41", help="DeepSeek-V4.1's layers.")] = False,
 ) -> None:
     """Write a model folder for answers and soak."""
-    write_model(folder, layers, drafts, v41)
+    dummy.write(folder, v41_config(layers) if v41 else v4_config(layers, drafts))
 
 
 if __name__ == "__main__":

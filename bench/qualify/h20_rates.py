@@ -164,7 +164,14 @@ def main(output: Annotated[Path | None, typer.Option(help="JSON file to write.")
             found.append(measured(case, *(each.result() for each in binaries)))
             typer.echo(found[-1])
     if output:
-        write({**provenance("python -m bench.qualify.h20_rates").model_dump(), "shapes": found}, output)
+        write(
+            {
+                "what": "rates of WGMMA on the H20 proxy",
+                **provenance("python -m bench.qualify.h20_rates"),
+                "shapes": found,
+            },
+            output,
+        )
     raise typer.Exit(not all(one["right"] for one in found))
 
 

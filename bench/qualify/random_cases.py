@@ -25,11 +25,9 @@ import typer
 from bench.common.provenance import provenance
 from bench.common.results import must_be_writable, write
 from bench.qualify import random_sparse_cases
-from etap_backend import _library
 from support.cases import LAWS, Case, Runner, build
 from support.compare import problems_with, rounds_queries, truth
 
-PACKAGES = ("etap-backend", "torch", "apache-tvm-ffi")
 DEVICES = {"cuda": "the compiled kernels", "cpu": "the CPU executor, small cases"}
 LONGEST = {"cuda": 70_000, "cpu": 300}
 EDGES = (0, 1, 2, 63, 64, 65, 127, 128, 129)
@@ -133,7 +131,7 @@ def main(
             must_be_writable(output)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
-    about = provenance("python -m bench random-cases", packages=PACKAGES, library=_library.library_path()).model_dump()
+    about = provenance("python -m bench random-cases")
     found = run(count, seed, device, sparse)
     outcome = f"{count:,} cases, {found['wrong']} wrong, seed {seed}, on {DEVICES[device]}"
     if output:

@@ -14,10 +14,13 @@ import shutil
 import subprocess
 import sys
 from dataclasses import fields
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from bench.common.provenance import provenance
+from bench.common.results import must_be_writable, write
 from support import cases, compare, sparse_cases, sparse_compare
 from support.cases import Case, Problem, Runner
 from support.sparse_cases import SparseCase, SparseProblem, SparseRunner
@@ -95,9 +98,8 @@ def sanitize(tool: str) -> int:
 
 def main(
     tools: Annotated[list[str] | None, typer.Argument(help="memcheck, racecheck, synccheck or initcheck.")] = None,
-    run_cases_only: Annotated[
-        bool, typer.Option("--run-cases", help="Run the cases in this process, without a sanitizer.")
-    ] = False,
+    output: Annotated[Path | None, typer.Option(help="JSON file to write.")] = None,
+    run_cases_only: Annotated[bool, typer.Option("--run-cases", help="Run the cases here, without a tool.")] = False,
 ) -> None:
     """Run the cases under each tool, memcheck and racecheck by default; exit with 1 unless all are clean."""
     if run_cases_only:
@@ -107,4 +109,13 @@ def main(
         return
     if not shutil.which("compute-sanitizer"):
         raise typer.BadParameter("compute-sanitizer is not on PATH; it comes with the CUDA toolkit")
-    raise typer.Exit(any([sanitize(tool) for tool in tools or ("memcheck", "racecheck")]))
+    if output:
+        must_be_writable(output)
+    about = provenance("python -m bench sanitize")
+    found = {tool: sanitize(tool) for tool in tools or ("memcheck", "racecheck")}
+    if output:
+        texts = [f"{tool}: {'clean' if code == 0 else f'exit code {code}'}" for tool, code in found.items()]
+        failures = [text for text in texts if not text.endswith("clean")]
+        about |= {"what": "compute-sanitizer", "cases": len(CASES) + len(SPARSE_CASES), "outcome": ", ".join(texts)}
+        write(about | {"failures": failures}, output)
+    raise typer.Exit(any(found.values()))

@@ -30,9 +30,7 @@ import typer
 
 from bench.common.provenance import commit_of, provenance
 from bench.common.results import must_be_writable, write
-from etap_backend import _library
 
-PACKAGES = ("etap-backend", "torch", "apache-tvm-ffi", "triton", "vllm", "sglang")
 MAX_FAILURES, MAX_TEXT = 20, 600  # kept in a results file; characters of each failure
 
 
@@ -183,7 +181,7 @@ def main(
         raise typer.BadParameter(str(error)) from error
     script = Path(wanted.script) if wanted.script else None
     options, report = Options(checkout, script, (int(numbers[1]), int(numbers[2]))), Report()
-    about = provenance("python -m bench suites", packages=PACKAGES, library=_library.library_path()).model_dump()
+    about = provenance("python -m bench suites")
     commit = commit_of(checkout) if checkout and (checkout / ".git").exists() else None
     getattr(importlib.import_module(f"bench.qualify.{wanted.module}"), wanted.run)(options, report)
     document = {"what": f"{wanted.what} on ETAP", **about, "suite_commit": commit, "part": part, **report.document()}

@@ -28,8 +28,8 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
-from rich.console import Console
 
+from bench import report
 from bench.common.provenance import provenance
 from bench.common.results import must_be_writable, write
 from bench.common.stopping import Stopped, stopping
@@ -50,7 +50,6 @@ from bench.servers.agreement import (
 from bench.servers.client import Failed
 from bench.servers.engines import (
     ENGINES,
-    PACKAGES,
     Answer,
     Serving,
     Sglang,
@@ -59,9 +58,9 @@ from bench.servers.engines import (
     configuration,
     is_sparse,
     is_v4,
+    must_be_modes,
 )
 from bench.servers.processes import Server, end_all, served
-from etap_backend import _library
 
 CONTEXT = 4096 + 1024
 FEW, KNOWN_MANY = 8, 256  # requests at a time
@@ -71,8 +70,6 @@ CACHED_SHARE = 0.9  # of the whole pages of prompts asked again, that the prefix
 RIGHT_SHARE, EQUAL_SHARE = 0.9, 0.99
 PERPLEXITY_SHARE, FP8_PERPLEXITY_SHARE = 0.001, 0.005
 STAGES = {"together": "together", "again": "again", "few": "together", "turns": "turns"}  # and the reference's stage
-
-console = Console(width=120)
 
 
 @dataclass
@@ -262,7 +259,7 @@ class Run:
             flags = [*own, *flags]
         environment = {} if variant.tp == 1 else {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
         log = self.folder / f"{backend}-{mode}.log"
-        console.print(f"{backend} {mode}: starting, log in {log}", highlight=False)
+        typer.echo(f"{backend} {mode}: starting, log in {log}")
         with (
             plugins(["seeded"] if serving.weights == "seeded" else []) as more,
             served(self.engine, serving, variant, flags, log=log, environment=environment | more) as server,
@@ -290,14 +287,10 @@ class Run:
         return records, failures
 
 
-def finish(document: dict, output: Path, lines: list[str]) -> None:
-    """Write the results file, print these lines and the failures, and end with the exit status."""
+def finish(document: dict, output: Path, text: str) -> None:
+    """Write the results file, print the text and the verdict, and end with the exit status."""
     write(document, output)
-    for line in lines:
-        console.print(line, highlight=False, markup=False)
-    for failure in document["failures"]:
-        console.print(f"FAILED {failure}", style="red", markup=False)
-    console.print("failed" if document["failures"] else "passed")
+    typer.echo(f"{text}\n{'failed' if document['failures'] else 'passed'}")
     raise typer.Exit(bool(document["failures"]))
 
 
@@ -307,7 +300,7 @@ def main(
     engine: Annotated[Literal["vllm", "sglang"], typer.Option(help="Whose servers.")] = "vllm",
     output: Annotated[Path, typer.Option(help="JSON file to write; logs go beside it.")] = Path("answers.json"),
     backends: Annotated[str, typer.Option(help="The reference first; default: the engine's.")] = "",
-    modes: Annotated[str, typer.Option(help="Of plain, mtp, ngram.")] = "plain",
+    modes: Annotated[str, typer.Option(help="Of plain, mtp.")] = "plain",
     requests: Annotated[int, typer.Option(min=32, help="Concurrent requests of mixed length.")] = 96,
     parallel: Annotated[int, typer.Option(min=1, help="Servers at a time; flags divide the memory.")] = 1,
     seeded: Annotated[bool, typer.Option("--seeded", help="With weights of bench.models.seeded.")] = False,
@@ -318,28 +311,23 @@ def main(
     own = of.v4 if is_v4(config) else of.sparse if is_sparse(config) else of.backends
     names = backends.split(",") if backends else [*own, f"{of.etap}+eager"]
     try:
-        of.must_have_modes(modes.split(","))
+        must_be_modes(modes.split(","))
         for name in names:
             Variant.parse(name)
         known = json.loads(prompts.read_text()) if prompts.is_file() else {}
         must_be_writable(output)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
-    library, packages = _library.library_path(), (engine, *PACKAGES)
-    about = provenance("python -m bench answers", packages=packages, library=library, note=note)
+    about = provenance("python -m bench answers", note)
     most, weights = max(requests, KNOWN_MANY if known else 0), "seeded" if seeded else "auto"
     serving = Serving(model, weights, max_requests=most, max_context=None if known else CONTEXT)
     run = Run(of, serving, serve_flags or [], output.with_suffix(""), requests, known)
-    with stopping(None):
+    with stopping():
         records, failures = run.all(names, modes.split(","), parallel)
     found, against = judged(records, names[0], known)
-    document = {"what": f"answers, {engine}", **about.model_dump(), "servers": run.about}
+    document = {"what": f"answers, {engine}", **about, "servers": run.about}
     document |= found | {"failures": failures + against}
-    numbers = {
-        case: ", ".join(f"{key} {value:.5g}" for key, value in one.items() if isinstance(value, int | float))
-        for case, one in (document["yardsticks"] | document["agreement"]).items()
-    }
-    finish(document, output, [f"{case}: {text}" for case, text in numbers.items()])
+    finish(document, output, report.answers(output.stem, document))
 
 
 if __name__ == "__main__":

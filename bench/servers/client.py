@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections import Counter
 from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -34,52 +35,46 @@ def new_client() -> httpx.Client:
     return httpx.Client(limits=limits, trust_env=False, verify=False)
 
 
-def _get(url: str, seconds: float) -> httpx.Response:
-    with new_client() as http:
-        return http.get(url, timeout=seconds)
-
-
 def is_healthy(url: str) -> bool:
     try:
-        return _get(f"{url}/health", HEALTH_SECONDS).is_success
+        with new_client() as http:
+            return http.get(f"{url}/health", timeout=HEALTH_SECONDS).is_success
     except httpx.HTTPError:
         return False
 
 
 def metrics(url: str) -> dict[str, float]:
     """Samples of /metrics by name, summed over their labels; empty where the server does not answer."""
-    sums: dict[str, float] = {}
+    sums: Counter[str] = Counter()
     try:
-        reply = _get(f"{url}/metrics", METRICS_SECONDS)
-        for family in text_string_to_metric_families(reply.text if reply.is_success else ""):
+        with new_client() as http:
+            reply = http.get(f"{url}/metrics", timeout=METRICS_SECONDS).raise_for_status()
+        for family in text_string_to_metric_families(reply.text):
             for sample in family.samples:
-                sums[sample.name] = sums.get(sample.name, 0.0) + float(sample.value)
+                sums[sample.name] += float(sample.value)
     except (httpx.HTTPError, ValueError):
         return {}
-    return sums
+    return dict(sums)
 
 
 @contextmanager
-def _failed_requests(seconds: float, what: str) -> Iterator[None]:
+def _failed_requests(seconds: float, body: dict | None) -> Iterator[None]:
     """Turn errors of HTTP into FailedRequest."""
     try:
         yield
     except httpx.TimeoutException as error:
-        raise FailedRequest("hung", f"no answer in {seconds:g} s: {what}") from error
+        raise FailedRequest("hung", f"no answer in {seconds:g} s: {described(body)}") from error
+    except httpx.HTTPStatusError as error:
+        text = error.response.text[:SHOWN]
+        raise FailedRequest("HTTP error", f"wanted status 200, got {error.response.status_code}: {text}") from error
     except (httpx.HTTPError, json.JSONDecodeError) as error:
-        raise FailedRequest("HTTP error", f"{error!r}: {what}") from error
-
-
-def _must_be_ok(status: int, text: str) -> None:
-    if status != httpx.codes.OK:
-        raise FailedRequest("HTTP error", f"wanted status 200, got {status}: {text[:SHOWN]}")
+        raise FailedRequest("HTTP error", f"{error!r}: {described(body)}") from error
 
 
 def ask(http: httpx.Client, url: str, body: dict | None, seconds: float) -> dict:
     """The reply to a POST, {} if it is not JSON. Raises FailedRequest."""
-    with _failed_requests(seconds, described(body)):
-        reply = http.post(url, json=body, timeout=seconds)
-        _must_be_ok(reply.status_code, reply.text)
+    with _failed_requests(seconds, body):
+        reply = http.post(url, json=body, timeout=seconds).raise_for_status()
         return reply.json() if "json" in reply.headers.get("content-type", "") else {}
 
 
@@ -100,12 +95,11 @@ def stream(http: httpx.Client, url: str, body: dict, seconds: float) -> Generato
 
     Raises FailedRequest when the stream breaks off before its end.
     """
-    with (
-        _failed_requests(seconds, described(body)),
-        http.stream("POST", url, json=body | {"stream": True}, timeout=seconds) as reply,
-    ):
+    options = {"json": body | {"stream": True}, "timeout": seconds}
+    with _failed_requests(seconds, body), http.stream("POST", url, **options) as reply:
         if not reply.is_success:
-            _must_be_ok(reply.status_code, reply.read().decode(errors="replace"))
+            reply.read()
+            reply.raise_for_status()
         for line in reply.iter_lines():
             if (text := line.removeprefix("data:").strip()) == "[DONE]":
                 return

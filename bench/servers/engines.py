@@ -11,12 +11,18 @@ from typing import Literal
 
 from etap_backend.limits import SPARSE_FP8
 
-PACKAGES = ("etap-backend", "torch", "apache-tvm-ffi", "triton", "flashinfer-python", "sglang-kernel")
 SERVED_NAME = "served"
 SEED = 0
 PAGE_TOKENS = 64
 DRAFT_TOKENS = 3
+MODES = ("plain", "mtp")  # without drafts, and with those of the model's MTP layer
 NAME = re.compile(r"(?P<backend>\w+)(?P<words>(?:\+\w+)*)(?:@(?P<kind>tp|dcp)(?P<ranks>[1-9]\d*))?")
+
+
+def must_be_modes(modes: list[str]) -> None:
+    """Raises ValueError for an unknown one."""
+    if not set(modes) <= set(MODES):
+        raise ValueError(f"--modes: wanted some of {', '.join(MODES)}, got {', '.join(modes)}")
 
 
 @dataclass(frozen=True)
@@ -71,7 +77,6 @@ class Serving:
         max_context: longest request in tokens, output included; None for the model's limit.
         batches: request counts with CUDA graphs; empty for the engine's choice.
         draft_tokens: tokens drafted per step and request.
-        drafter: who drafts: the model's own MTP layer, or n-grams of the text so far (vLLM only).
         acceptance: accepted tokens per step, drafts plus one, if simulated; None lets the weights decide.
     """
 
@@ -81,12 +86,11 @@ class Serving:
     max_context: int | None = None
     batches: tuple[int, ...] = ()
     draft_tokens: int = 0
-    drafter: str = "mtp"
     acceptance: float | None = None
 
     def drafting(self, mode: str) -> Serving:
-        """With DRAFT_TOKENS per step where somebody drafts."""
-        return self if mode == "plain" else replace(self, draft_tokens=DRAFT_TOKENS, drafter=mode)
+        """With DRAFT_TOKENS per step of the model's own MTP layer in the mode `mtp`."""
+        return self if mode == "plain" else replace(self, draft_tokens=DRAFT_TOKENS)
 
 
 @dataclass(frozen=True)
@@ -115,21 +119,15 @@ class Engine:
     """What both engines share.
 
     Attributes of each: `backends`, `sparse` and `v4` are compared by default for dense, sparse and DeepSeek-V4 models,
-    the reference first; `modes` tell who may draft, `forces` whether a request can name the token of every step,
+    the reference first; `forces` whether a request can name the token of every step,
     `parts_are_new` whether parts of a stream have only new tokens; `cached` (found, all), `running` and `counters` are
     samples of /metrics.
     """
 
     name: str
-    modes: tuple[str, ...]
     cache_size: str
     page_size: str
     cached: tuple[str, str]
-
-    def must_have_modes(self, modes: list[str]) -> None:
-        """Raises ValueError for an unknown one."""
-        if set(modes) - set(self.modes):
-            raise ValueError(f"--mode: wanted {', '.join(self.modes)} with {self.name}, got {', '.join(modes)}")
 
     def environment(self, serving: Serving) -> dict[str, str]:
         """Variables for a server."""
@@ -175,7 +173,6 @@ class Vllm(Engine):
     backends = ("FLASHMLA", "ETAP", "TRITON_MLA")
     sparse = ("FLASH_ATTN_MLA_SPARSE", "ETAP", "FLASHMLA_SPARSE")
     v4 = ("FLASHMLA_SPARSE", "ETAP")
-    modes = ("plain", "mtp", "ngram")
     forces = True
     load_module = "vllm.entrypoints.cli.main"
     path = "/v1/completions"
@@ -195,8 +192,7 @@ class Vllm(Engine):
         """The command that starts a server."""
         # A step verifies all drafted tokens; a graph more costs time at the start.
         sizes = sorted({batch * (1 + serving.draft_tokens) for batch in serving.batches})
-        drafts = {"method": serving.drafter, "num_speculative_tokens": serving.draft_tokens}
-        drafts |= {"prompt_lookup_max": 4} if serving.drafter == "ngram" else {}
+        drafts = {"method": "mtp", "num_speculative_tokens": serving.draft_tokens}
         if serving.acceptance is not None:
             drafts |= {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": serving.acceptance}
         return [
@@ -265,7 +261,6 @@ class Sglang(Engine):
     backends = ("flashmla", "etap", "triton")
     sparse = ("dsa", "etap")
     v4 = ("dsv4", "etap")
-    modes = ("plain", "mtp")
     forces = False
     load_module = "sglang.benchmark.serving"
     path = "/generate"

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import re
 import runpy
 import sys
 import traceback
+from concurrent.futures import ProcessPoolExecutor, TimeoutError
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
 
 from bench.servers.client import Failed
 
@@ -29,33 +30,30 @@ class Generator:
 
     def __init__(self, module: str, log: Path):
         self.module, self.log = module, log
-        self._process: Any = None
+        self._pool: ProcessPoolExecutor | None = None
 
     def run(self, arguments: list[str], seconds: float) -> None:
         """One run with these arguments. Raises Failed unless it ends well within `seconds`."""
-        if self._process is None:
-            context = multiprocessing.get_context("spawn")
-            self._pipe, end = context.Pipe()
-            self.log.parent.mkdir(parents=True, exist_ok=True)
-            self._process = context.Process(target=_generate, args=(self.module, self.log, end))
-            self._process.start()
-            end.close()
-        problem = f"took more than {seconds:.0f} s"
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        if self._pool is None:
+            options = {"mp_context": get_context("spawn"), "initializer": _into, "initargs": (self.log,)}
+            self._pool = ProcessPoolExecutor(1, **options)
         try:
-            self._pipe.send(arguments)
-            if self._pipe.poll(seconds) and (problem := self._pipe.recv()) is None:
-                return
-        except (EOFError, OSError):
+            problem = self._pool.submit(_run, self.module, arguments).result(seconds)
+        except TimeoutError:
+            problem = f"took more than {seconds:.0f} s"
+        except BrokenProcessPool:
             problem = "ended"
-        self.end()
-        raise Failed(f"the load generator failed ({problem}):\n{tail(self.log, 15)}")
+        if problem:
+            self.end()
+            raise Failed(f"the load generator failed ({problem}):\n{tail(self.log, 15)}")
 
     def end(self) -> None:
-        if self._process is not None:
-            self._process.kill()
-            self._process.join()
-            self._pipe.close()
-            self._process = None
+        if self._pool is not None:
+            for process in list((self._pool._processes or {}).values()):
+                process.kill()
+            self._pool.shutdown()
+            self._pool = None
 
     def __enter__(self) -> Generator:
         return self
@@ -64,20 +62,23 @@ class Generator:
         self.end()
 
 
-def _generate(module: str, log: Path, pipe) -> None:
-    """Run a module as the main program with each list of arguments; reply None, or what went wrong."""
+def _into(log: Path) -> None:
     os.setpgrp()  # Ctrl-C is for the parent, which ends this process
     with log.open("a") as output:
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)
-    while True:
-        sys.argv, problem = [module, *pipe.recv()], None
-        try:
-            runpy.run_module(module, run_name="__main__", alter_sys=True)
-        except SystemExit as end:
-            problem = f"exit code {end.code}" if end.code else None
-        except Exception as error:  # whatever it raises is the reply
-            traceback.print_exc()
-            problem = f"{type(error).__name__}: {error}"
+
+
+def _run(module: str, arguments: list[str]) -> str | None:
+    """Run a module as the main program; what went wrong."""
+    sys.argv = [module, *arguments]
+    try:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    except SystemExit as end:
+        return f"exit code {end.code}" if end.code else None
+    except Exception as error:
+        traceback.print_exc()
+        return f"{type(error).__name__}: {error}"
+    finally:
         sys.stdout.flush()
-        pipe.send(problem)
+    return None

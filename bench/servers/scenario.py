@@ -141,17 +141,13 @@ class Case:
         return share >= 0.95 * (1 - 2 * PAGE_TOKENS / self.load.input)  # the last page is computed again
 
 
-def cases_of(points: list[Point], context: list[int], concurrency: list[int]) -> list[Case]:
-    """One case per concurrency of the points with these input lengths and concurrencies (empty: all).
-
-    Raises ValueError when none is left.
-    """
+def cases_of(points: list[Point], only: list[str]) -> list[Case]:
+    """One case per concurrency of the points with one of these texts. Raises ValueError when none has one."""
     found = [
         Case(Load(point.input, point.prefix, point.output, one, point.waves * one), point.prefill)
         for point in points
         for one in point.concurrency
-        if (not context or point.input in context) and (not concurrency or one in concurrency)
     ]
-    if not found:
-        raise ValueError("--context, --concurrency: wanted a point of the scenario, got none")
-    return found
+    if chosen := [case for case in found if not only or any(text in case.text for text in only)]:
+        return chosen
+    raise ValueError(f"--only: wanted a part of one of {'; '.join(case.text for case in found)}, got {only}")

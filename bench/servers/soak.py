@@ -34,6 +34,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from bench import report
 from bench.common import gpus
 from bench.common.provenance import provenance
 from bench.common.results import must_be_writable
@@ -43,10 +44,9 @@ from bench.servers import client
 from bench.servers.agreement import NOISE_FACTOR, PROMPT_TOKENS, Agreement, agreement, answer_in
 from bench.servers.answers import RIGHT_SHARE, finish
 from bench.servers.client import Failed, FailedRequest
-from bench.servers.engines import ENGINES, PACKAGES, Answer, Serving, Variant, configuration, is_sparse
+from bench.servers.engines import ENGINES, Answer, Serving, Variant, configuration, is_sparse
 from bench.servers.processes import Server, served
 from bench.servers.traffic import Settings, Tally, Traffic
-from etap_backend import _library
 
 # Measured with the trained model and correct kernels: answers part where the best two tokens are at most 0.125 nats
 # apart (wrong kernels: 1.2 and more), the largest difference of a step between two servers is 0.23 nats, the largest
@@ -54,7 +54,7 @@ from etap_backend import _library
 MOST_GAP, MOST_STEP, MOST_REQUEST, MOST_MEDIAN = 0.5, 1.0, 0.3, 0.05
 # For a model that knows nothing by heart, in medians of the idle server against itself. For DeepSeek-V4's layers with
 # seeded weights (0.094 nats) two correct servers differed by up to 4.7, 7.9 and 3.9 of these, another context by 20.
-GAP_NOISES, STEP_NOISES, REQUEST_NOISES = 10, 16, 8
+NOISES = (10, 16, 8)
 PROBES = 8  # of each kind
 DRAWN, DRAWN_ANSWER = (40, 200, 700, 1500, 2300, 3000, 3600, 4000), 32  # tokens of random prompts and their answers
 FEW = 4
@@ -116,10 +116,8 @@ class Probes:
     def limits(self) -> list[float]:
         """What rounding explains: the gap of the best two, the difference of a step, the median of a request."""
         least = [MOST_GAP, MOST_STEP, MOST_REQUEST]
-        if any(kind == "recite" for kind, _ in self.kinds):
-            return least
-        multiples = (GAP_NOISES, STEP_NOISES, REQUEST_NOISES)
-        return [max(one, times * self.noise) for one, times in zip(least, multiples, strict=True)]
+        by_heart = any(kind == "recite" for kind, _ in self.kinds)
+        return least if by_heart else [max(one, n * self.noise) for one, n in zip(least, NOISES, strict=True)]
 
     def objections(self, found: Agreement) -> list[str]:
         """What exceeds rounding in an agreement."""
@@ -292,7 +290,7 @@ def soak(engine: str, serving: Serving, variant: Variant, settings: Settings, fl
     document, tally = {"server": {}, "complete": False, "stopped": None, "failures": []}, Tally()
     try:
         with (
-            stopping(None),
+            stopping(),
             plugins(["seeded"] if serving.weights == "seeded" else []) as environment,
             served(ENGINES[engine], serving, variant, flags, log=output.with_suffix(".log"), environment=environment) as
             server,
@@ -315,7 +313,7 @@ def main(
     engine: Annotated[Literal["vllm", "sglang"], typer.Option(help="Whose server.")] = "vllm",
     output: Annotated[Path, typer.Option(help="JSON file to write; the log goes beside it.")] = Path("soak.json"),
     backend: Annotated[str, typer.Option(help="BACKEND[+CACHE][+math]; default: ETAP.")] = "",
-    mode: Annotated[str, typer.Option(help="plain, mtp, or for vLLM ngram.")] = "plain",
+    mode: Annotated[Literal["plain", "mtp"], typer.Option(help="plain or mtp.")] = "plain",
     cache_tokens: Annotated[int, typer.Option(help="Size of the KV cache in tokens.")] = 1280 * 64,
     memory_share: Annotated[float, typer.Option(help="Of the GPU, that the server may take.")] = 0.25,
     seconds: Annotated[float, typer.Option(min=1, help="How long the traffic lasts.")] = 600,
@@ -325,7 +323,6 @@ def main(
     """Soak one server with ETAP; exit with 1 when anything was wrong or the run was cut short."""
     of, config = ENGINES[engine], configuration(model)
     try:
-        of.must_have_modes([mode])
         variant = Variant.parse(backend or of.etap)
         must_be_writable(output)
         if "max_position_embeddings" not in config:
@@ -340,14 +337,16 @@ def main(
     # SGLang loses a log-probability of a drafting request that it preempts, so it gets room for all.
     room = 8 * cache_tokens if engine == "sglang" and serving.draft_tokens else cache_tokens
     flags = [*of.small_cache(room), of.memory_flag, str(memory_share), *(serve_flags or [])]
-    about = provenance("python -m bench soak", packages=(engine, *PACKAGES), library=_library.library_path(), note=note)
-    document = {"what": f"soak, {engine}", **about.model_dump(), "mode": mode, "backend": variant.backend}
+    document = {
+        "what": f"soak, {engine}",
+        **provenance("python -m bench soak", note),
+        "mode": mode,
+        "backend": variant.backend,
+    }
     document |= {"settings": asdict(settings)} | soak(engine, serving, variant, settings, flags, output)
     if not document["complete"]:
         document["failures"].append(f"not complete, stopped {document['stopped']}")
-    finish(
-        document, output, [f"{name}: {document.get(name)}" for name in ("seconds", "requests", "counters", "memory")]
-    )
+    finish(document, output, report.soaks([(output.stem, document)]))
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from bench.servers.engines import Vllm
 
+ABOUT = {"date": "2026-01-01", "gpu": "none", "versions": {}, "commit": "c", "command": "x", "note": ""}
 # Tokens follow from the prompt, log-probabilities too, with a little noise. Faults `late` are in the middle of a soak.
 SERVER = r"""
 import http.server, json, os, random, subprocess, sys, threading, time

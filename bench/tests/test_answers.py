@@ -10,13 +10,12 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from bench.common.provenance import Provenance
 from bench.servers import agreement as judging
 from bench.servers import answers
 from bench.servers.agreement import Agreement, agreement, answer_in, objections, rounds_elsewhere
 from bench.servers.client import Failed, FailedRequest
 from bench.servers.engines import ENGINES, PAGE_TOKENS, Answer, Variant
-from bench.tests.fake_engine import children, known_prompts, stand_in
+from bench.tests.fake_engine import ABOUT, children, known_prompts, stand_in
 
 VLLM, SGLANG = ENGINES["vllm"], ENGINES["sglang"]
 
@@ -152,7 +151,7 @@ def test_known_answers_are_equal_for_99_percent_and_perplexities_within_a_thousa
 def test_a_model_is_compared_with_what_the_reference_shows_of_itself(tmp_path, monkeypatch, faults, words):
     (tmp_path / "prompts.json").write_text(json.dumps(known_prompts(50)))
     stand_in(monkeypatch, tmp_path, faults)
-    monkeypatch.setattr(answers, "provenance", lambda *_, **__: Provenance(date="2026-01-01", command="answers"))
+    monkeypatch.setattr(answers, "provenance", lambda *_: ABOUT)
     app, output = typer.Typer(), tmp_path / "out.json"
     app.command()(answers.main)
     names = "FLASHMLA,ETAP" if faults else "FLASHMLA,ETAP,ETAP+eager"

@@ -20,7 +20,7 @@ SCENARIOS = list(configs.read_toml_table(scenarios.SCENARIOS))
 def arguments(engine: str, name: str, folder: Path):
     """Variants of a scenario with their servers' arguments, and those of the load generator at the first point."""
     of, scenario = ENGINES[engine], read_scenario(name)
-    cases = cases_of(scenario.points, [], [])
+    cases = cases_of(scenario.points, [])
     model, config, _ = serve.prepared(scenario.model_copy(update={"gpus": 1, "layers": 4}), folder)
     serving, flags = scenario.serving(str(dummy.write(Path(model), config)), cases), scenario.of(engine).flags
     variants = [Variant.parse(backend) for backend in scenario.of(engine).backends]

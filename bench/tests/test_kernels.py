@@ -46,7 +46,8 @@ def on_cpu(monkeypatch):
     """Rows on the CPU with two or more copies; a graph's calls are made at once, its last result stays."""
 
     def graph(call, calls):
-        return SimpleNamespace(result=[call(index).clone() for index in range(calls)][-1], calls=calls)
+        result = [call(index).clone() for index in range(calls)][-1]
+        return SimpleNamespace(result=result, calls=calls, timing=lambda: {"us": 1.0})
 
     monkeypatch.setattr(inputs, "DEVICE", "cpu")
     monkeypatch.setattr(inputs, "ROTATED_BYTES", 8e5)
@@ -128,8 +129,8 @@ def test_calls_read_rows_that_no_other_call_reads(on_cpu):
 @pytest.mark.parametrize("kind", SMALL)
 def test_etap_is_right_on_its_own_copy_and_wrong_on_another(kind, on_cpu, library):
     row, own = row_of(SMALL[kind]), providers.own()[kind]
-    found = row.record_all(own)
-    errors = {name: one.found["relative_rmse"] for name, one in found.items()}
+    found = {name: row.judged(name, own[name], one) for name, one in row.record_all(own).items()}
+    errors = {name: one["relative_rmse"] for name, one in found.items()}
     assert errors[ETAP] <= MAX_RMSE
     if kind == "fp8":
         assert errors[BF16_CACHE] <= MAX_RMSE and 5 * errors[ETAP] < errors[FP8_MATH] < 4.5e-2
@@ -138,7 +139,7 @@ def test_etap_is_right_on_its_own_copy_and_wrong_on_another(kind, on_cpu, librar
     assert len(copies) > 1 and relative_rmse(other, row.truth(row.workload.fp8)) > 0.1
 
 
-def test_a_wrong_call_is_found_before_the_clock_and_refusals_are_named(on_cpu):
+def test_a_wrong_call_has_no_time_and_refusals_are_named(on_cpu):
     def refuse(given):
         raise NotImplementedError("one query token only")
 
@@ -146,7 +147,9 @@ def test_a_wrong_call_is_found_before_the_clock_and_refusals_are_named(on_cpu):
         return Provider(lambda given: lambda cache: torch.full((*given.q.shape[:3], 512), value))
 
     kernels = {"refuses": Provider(refuse), ETAP: giving(0.0), "peer": giving(torch.nan), "fails": Provider(len)}
-    found = row_of(SMALL["plain"]).record_all(kernels)
+    row = row_of(SMALL["plain"])
+    found = row.record_all(kernels)
+    found |= {name: row.judged(name, kernels[name], found[name]) for name in (ETAP, "peer")}
     assert found["refuses"] == {"state": "refused", "reason": "one query token only"}
     assert found["fails"]["state"] == "failed" and "TypeError" in found["fails"]["error"]
     assert all("wrong result: relative RMSE" in found[name]["error"] for name in (ETAP, "peer"))
@@ -158,7 +161,7 @@ def test_behind_another_kernel_each_call_follows_one_that_reads_the_queries(on_c
     log = []
     monkeypatch.setattr(measure.torch, "neg", lambda q, out: log.append("kernel"))
     row = row_of(SMALL["plain"], behind=True, validate=False)
-    assert row.record("peer", Provider(lambda given: lambda cache: log.append("call") or torch.zeros(1))).behind
+    assert row.record(Provider(lambda given: lambda cache: log.append("call") or torch.zeros(1))).behind
     assert log == ["call"] * row.calls + ["kernel", "call"] * row.calls
 
 
@@ -167,7 +170,7 @@ def test_a_files_peers_stand_beside_etap_and_are_checked(tmp_path):
     path.write_text("PEERS = {'FlashMLA': print}\nVERSIONS = {'FlashMLA': '9241ae3'}")
     found, versions = providers.with_file(providers.own(), path)
     assert list(found["plain"]) == [ETAP, "FlashMLA"] and versions == {"FlashMLA": "9241ae3"}
-    for text in ("x = 1", "PEERS = {'etap': print}", "1 +"):
+    for text in ("x = 1", "PEERS = {'etap': print}", "PEERS = {'x': 1}", "PEERS = 3", "1 +"):
         path.write_text(text)
         with pytest.raises(ValueError, match="--peers: "):
             providers.with_file(providers.AVAILABLE, path)
@@ -176,9 +179,9 @@ def test_a_files_peers_stand_beside_etap_and_are_checked(tmp_path):
 def test_without_a_choice_etap_and_the_installed_peers_are_timed(monkeypatch):
     monkeypatch.setattr(providers, "installed", lambda packages: {p: "1" for p in packages if p == "vllm"})
     plain = providers.chosen(providers.AVAILABLE, ["plain"], [], [])
-    assert list(plain["plain"]) == [ETAP, "FlashMLA", "FA3"]
+    assert list(plain["plain"]) == [ETAP, "FlashMLA", "FA3", "Triton"]
     fp8 = providers.chosen(providers.AVAILABLE, ["fp8"], [], ["flashinfer", "Etap-BF16"])
-    assert list(fp8["fp8"]) == [ETAP, FP8_MATH, "FlashMLA"]
+    assert list(fp8["fp8"]) == [ETAP, FP8_MATH, "FlashMLA", "Triton"]
     for only, skip, argument in ((["FA4"], [], "--only"), ([], ["x"], "--skip"), ([ETAP], [ETAP], "--skip")):
         with pytest.raises(ValueError, match=f"{argument}: wanted"):
             providers.chosen(providers.AVAILABLE, ["plain"], only, skip)

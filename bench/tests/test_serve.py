@@ -11,13 +11,12 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from bench.common import configs
-from bench.common.provenance import Provenance
+from bench.common import configs, results
 from bench.servers import scenario as scenarios
-from bench.servers import serve
+from bench.servers import serve, table
 from bench.servers.engines import ENGINES, Vllm
 from bench.servers.scenario import Point, cases_of, read_scenario
-from bench.tests.fake_engine import children, stand_in
+from bench.tests.fake_engine import ABOUT, children, stand_in
 
 SCENARIO = """
 like = "decode-short"
@@ -58,8 +57,8 @@ def run(tmp_path, monkeypatch):
     monkeypatch.setattr(Vllm, "load_module", "loads")
     monkeypatch.setattr(serve.driver, "gpus", lambda: [None])
     monkeypatch.setattr(serve, "HOST_STEPS", 1000)
-    monkeypatch.setattr(serve, "HOST_TOLERANCE", 10)
-    monkeypatch.setattr(serve, "provenance", lambda *_, **__: Provenance(date="2026-01-01", command="serve"))
+    monkeypatch.setattr(table, "HOST_TOLERANCE", 10)
+    monkeypatch.setattr(serve, "provenance", lambda *_: ABOUT)
     app, output = app_of(serve.main), tmp_path / "out.json"
 
     def call(*words: str, faults: str = ""):
@@ -72,9 +71,8 @@ def run(tmp_path, monkeypatch):
     return call
 
 
-@pytest.mark.parametrize("together", [False, True])
-def test_backends_take_turns_and_share_no_prompt(run, tmp_path, together):
-    code, screen, document = run(*["--together"] * together)
+def test_backends_take_turns_and_share_no_prompt(run, tmp_path):
+    code, screen, document = run()
     rows = document["rows"]
     assert (code, document["failures"], len(rows)) == (0, [], 2 * 2 * 3), screen
     assert list(dict.fromkeys((row["backend"], row["turn"]) for row in rows)) == [
@@ -84,9 +82,8 @@ def test_backends_take_turns_and_share_no_prompt(run, tmp_path, together):
         "2 x 1K/8, cached": 0.94, "1 x 1K/8, cached": 0.94, "1 x 1K/8, served": 0.0,
     }  # fmt: skip
     assert all(row["host_ms"] > 0 for row in rows) and "needs a cache of 131,200 tokens" in document["skipped"][0]
-    assert len(list((tmp_path / "out").glob("*-[12].log"))) == (2 if together else 4)
-    again = CliRunner().invoke(app_of(serve.main), [str(tmp_path / "out.json"), "--markdown"])
-    assert again.exit_code == 0 and "| 2 x 1K/8, cached" in again.output and "ITL ms" in again.output
+    assert len(list((tmp_path / "out").glob("*-[12].log"))) == 4
+    assert " 2 x 1K/8, cached | ETAP " in screen and "ITL ms" in screen
 
 
 def app_of(function) -> typer.Typer:
@@ -110,10 +107,19 @@ def test_what_fails_is_told_and_the_rest_is_measured(run, faults, words, rows):
     assert len(document["rows"]) == rows
 
 
-def test_a_signal_ends_a_run_and_keeps_its_file(run):
+def test_a_signal_ends_a_run_which_the_same_command_completes(run, tmp_path):
     threading.Timer(4, os.kill, (os.getpid(), signal.SIGTERM)).start()
-    code, _, document = run(faults="slow")
+    code, _, document = run("--turns", "1", faults="slow")
     assert code == 2 and document["stopped"] == "by SIGTERM" and document["rows"] == []
+    document["rows"] = [reading("ETAP", 10.0) | {"point": f"{n} x 1K/8, {how}"} for n, how in LEFT]
+    results.write(document, tmp_path / "out.json")
+    code, _, document = run("--turns", "1")
+    assert code == 0 and document["complete"] and not document["stopped"], document["failures"]
+    assert [row["backend"] for row in document["rows"]] == ["ETAP"] * 3 + ["FLASHMLA"] * 3
+    assert document["rows"][1]["host_ms"] == 10.0 and document["rows"][2]["turn"] == 1
+
+
+LEFT = ((2, "cached"), (1, "cached"))
 
 
 def reading(backend: str, host: float, tpot: float = 10.0) -> dict:
@@ -123,11 +129,12 @@ def reading(backend: str, host: float, tpot: float = 10.0) -> dict:
 
 def test_readings_at_another_host_speed_are_void():
     rows = [reading("ETAP", 10.0), reading("ETAP", 14.0, 99.0), reading("FLASHMLA", 10.9, 11.0)]
-    assert serve.at_equal_host_speed(rows) == [rows[0], rows[2]]
+    assert table.at_equal_host_speed(rows) == [rows[0], rows[2]]
     rows += [reading("FLASH_ATTN_MLA", 20.0)]
-    cells = [list(column.cells) for column in serve.table_of({"rows": rows, "engine": "vllm", "gpus": 1}).columns]
-    assert cells[2] == ["10.00 (10.00 to 10.00)", "11.00 (11.00 to 11.00)", "void"]
-    assert cells[3] == ["1.000", "1.100", "-"] and cells[6] == ["1, 1 void", "1", "0, 1 void"]
+    lines = [line[2:] for line in table.cells({"kind": "serve", "rows": rows, "gpus": 1})[1:]]
+    assert lines[0] == ["10.00 (10.00 to 10.00)", "1.000", "100.0", "10.0 to 14.0", "1, 1 void"]
+    assert lines[1] == ["11.00 (11.00 to 11.00)", "1.100", "100.0", "10.9 to 10.9", "1"]
+    assert lines[2] == ["void", "-", "-", "20.0 to 20.0", "0, 1 void"]
 
 
 @pytest.mark.parametrize("name", list(configs.read_toml_table(scenarios.SCENARIOS)))
@@ -138,38 +145,40 @@ def test_shipped_scenarios_name_backends_models_and_plugins(name, tmp_path):
     assert scenario.vllm.backends[0].startswith("ETAP") and len(scenario.vllm.backends) > 1
     with serve.plugins(scenario.plugins) as environment:
         assert ("PYTHONPATH" in environment) == bool(scenario.plugins)
-    assert scenario.serving("m", cases_of(scenario.points, [], [])).max_requests > 0
+    assert scenario.serving("m", cases_of(scenario.points, [])).max_requests > 0
 
 
 @pytest.mark.parametrize("share, right", [(0.3, False), (0.74, True)])
 def test_the_prefix_cache_must_have_the_common_prefix(share, right):
-    (case,) = cases_of([Point(input=1024, prefix=1000, output=2, concurrency=[1], waves=4)], [], [])
+    (case,) = cases_of([Point(input=1024, prefix=1000, output=2, concurrency=[1], waves=4)], [])
     assert case.text == "1 x 1000+24/2, served" and case.cached_as_wanted(share) == right
 
 
 REFUSED = [
-    (["nothing"], "scenario: wanted a TOML file or one of decode-short"),
-    (["decode-short", "--context", "3K"], "--context, --concurrency: wanted a point"),
-    (["decode-short", "--set", "layers"], "--set: wanted KEY=VALUE"),
-    (["decode-short", "--set", "n_layers=3"], "--set: wanted keys of deepseek-r1"),
-    (["decode-short", "--rank-of", "7"], "rank_of: wanted a divisor"),
-    (["decode-short", "--gpus", "3", "--rank-of", "0"], "--gpus: wanted a divisor of 128 heads, got 3"),
-    (["decode-short", "--backend", "ETAP@x"], "--backend: wanted BACKEND"),
-    (["decode-short", "--model", "kimi-k3"], "--model: wanted a text model"),
-    (["decode-short"], "--gpus: wanted 1 GPUs, this machine shows 0"),
+    ("nothing", [], "scenario: wanted a TOML file or one of decode-short"),
+    ("decode-short", ["--only", "3K"], "--only: wanted a part of one of 16 x 16K/256, cached; "),
+    ("changes = {n_layers = 3}", [], "changes: wanted keys of deepseek-r1"),
+    ("rank_of = 7", [], "rank_of: wanted a divisor"),
+    ("gpus = 3\nrank_of = 0", [], "gpus: wanted a divisor of 128 heads, got 3"),
+    ("model = 'kimi-k3'", [], "model: wanted a text model"),
+    ("decode-short", ["--backend", "ETAP@x"], "--backend: wanted BACKEND"),
+    ("decode-short", [], "gpus: wanted 1, this machine shows 0"),
 ]
 
 
-@pytest.mark.parametrize("words, reason", REFUSED)
-def test_nothing_starts_or_is_written_when_arguments_are_wrong(words, reason, tmp_path, monkeypatch):
+@pytest.mark.parametrize("scenario, words, reason", REFUSED)
+def test_nothing_starts_or_is_written_when_arguments_are_wrong(scenario, words, reason, tmp_path, monkeypatch):
     monkeypatch.setattr(serve.driver, "gpus", list)
-    result = CliRunner().invoke(app_of(serve.main), [*words, "--output", str(tmp_path / "o" / "o.json")])
-    assert result.exit_code == 2 and reason in result.output and not list(tmp_path.iterdir()), result.output
+    if "=" in scenario:
+        (tmp_path / "s.toml").write_text(f"like = 'decode-short'\n{scenario}\n")
+        scenario = str(tmp_path / "s.toml")
+    result = CliRunner().invoke(app_of(serve.main), [scenario, *words, "--output", str(tmp_path / "o" / "o.json")])
+    assert result.exit_code == 2 and reason in result.output and not (tmp_path / "o").exists(), result.output
 
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_show_prints_commands_and_writes_nothing(engine, tmp_path):
-    words = ["mtp", "--engine", engine, "--show", "--context", "4K", "--output", str(tmp_path / "o.json")]
+    words = ["mtp", "--engine", engine, "--show", "--only", " 4K", "--output", str(tmp_path / "o.json")]
     result = CliRunner().invoke(app_of(serve.main), words)
     lines = [line for line in result.output.splitlines() if line.startswith("python -m ")]
     assert result.exit_code == 0 and len(lines) == 3 + 4 and not list(tmp_path.iterdir()), result.output

@@ -6,16 +6,18 @@ ones are given by name, as the engines do.
 """
 
 import itertools
+import operator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from etap_backend._operator import check_tensor
 from etap_backend.compat import check_out, named, plan, refuse_options, whole_rows
 from etap_backend.dense import mla_decode
-from etap_backend.limits import DTYPES, LATENT_DIM, ROPE_DIM, WORK_RANGE_FIELDS, dtype_name
-from etap_backend.schedule import BuiltSchedule, count, decode_shape, sms_of
+from etap_backend.limits import DTYPES, LATENT_DIM, MAX_COUNT, ROPE_DIM, WORK_RANGE_FIELDS, count, dtype_name
+from etap_backend.schedule import BuiltSchedule, decode_shape, sms_of
 
 __all__ = ["flash_attn_varlen_func", "flash_attn_with_kvcache", "get_scheduler_metadata"]
 
@@ -83,7 +85,8 @@ def flash_attn_with_kvcache(
         cache_seqlens: int32 [b], tokens of each request, the new ones included.
         page_table: int32 [b, max_num_blocks_per_seq]; unused entries may hold anything. Of a view of a wider table all
             columns in memory count, as in FlashAttention.
-        cu_seqlens_q: int32 [b + 1], where each request's tokens begin in q; the last number may be below total_q.
+        cu_seqlens_q: int32 [b + 1], where each request's tokens begin in q; the last number may be below total_q. Its
+            numbers are checked on the CPU, outside torch.compile.
         max_seqlen_q: with cu_seqlens_q, no request has more tokens. Where it is 1 and q has b rows, row i belongs to
             request i, and requests without a token come last; 2 allows them anywhere.
         softmax_scale: factor of the scores; 1 / sqrt(576) when None.
@@ -196,7 +199,8 @@ def get_scheduler_metadata(
         if got != wanted:
             raise NotImplementedError(f"{name}: wanted {wanted}, got {got}")
     _integers("cache_seqlens", cache_seqlens, (batch_size,), check_tensor("cache_seqlens", cache_seqlens).device)
-    rows = count("max_seqlen_q", max_seqlen_q) * count("num_heads_q", num_heads_q)
+    heads = count("num_heads_q", num_heads_q)
+    rows = heads * count("max_seqlen_q", max_seqlen_q, MAX_COUNT // heads)
     # One row of metadata for each request and one more hold the offsets: the shape gives the number of requests.
     room = (batch_size + 1) * WORK_RANGE_FIELDS - 1
     kind = {"batch_invariant": num_splits == 1, "handed_over": True}
@@ -211,9 +215,9 @@ def _check_mla(parts: dict[str, Tensor | None], query_dims: int) -> Tensor:
     q, qv = (check_tensor(name, parts[name]) for name in ("q", "qv"))
     for name, value in parts.items():
         tensor, width = check_tensor(name, value), LATENT_DIM if "v" in name else ROPE_DIM
-        wanted = [*["any"] * 2, 1, width] if "cache" in name else [*["any"] * (query_dims - 1), width]
+        wanted = ["any", "any", 1, width] if "cache" in name else ["any"] * (query_dims - 1) + [width]
         got = list(tensor.shape)
-        if len(got) != len(wanted) or any(one not in ("any", size) for one, size in zip(wanted, got, strict=True)):
+        if len(got) != len(wanted) or got[-1] != width or "cache" in name and got[2] != 1:
             raise NotImplementedError(f"{name}: wanted shape [{', '.join(map(str, wanted))}], got {got}")
         if tensor.dtype != q.dtype or q.dtype not in DTYPES:
             raise NotImplementedError(
@@ -228,7 +232,7 @@ def _integers(name: str, value: object, shape: tuple[int | None, ...], device: t
     """The tensor, or a refusal; None fits any size."""
     if not isinstance(value, Tensor):
         raise NotImplementedError(f"{name}: wanted a tensor, got {value}")
-    fits = value.dim() == len(shape) and shape[0] in (None, len(value))
+    fits = value.dim() == len(shape) and (shape[0] is None or shape[0] == len(value))
     if value.dtype != torch.int32 or value.device != device or not fits:
         wanted = f"int32 [{', '.join('any' if size is None else str(size) for size in shape)}] on {device}"
         raise ValueError(
@@ -241,7 +245,7 @@ def _requests(starts: Tensor, longest: Any, q: Tensor) -> tuple[int, int]:
     """Number of ragged requests and the most tokens of one; bounds that the host sees are checked."""
     starts = _integers("cu_seqlens_q", starts, (None,), q.device)
     longest, batch = count("max_seqlen_q", longest), count("cu_seqlens_q's requests", len(starts) - 1)
-    if starts.is_cpu:
+    if starts.is_cpu and not is_compiling():
         numbers = starts.tolist()
         if numbers != sorted(numbers) or numbers[0] != 0 or numbers[-1] > len(q):
             raise ValueError(f"cu_seqlens_q: wanted ascending numbers from 0 to at most {len(q)}, got {numbers}")
@@ -251,13 +255,13 @@ def _requests(starts: Tensor, longest: Any, q: Tensor) -> tuple[int, int]:
         if longest == 1 and batch == len(q) and numbers != [min(row, numbers[-1]) for row in range(batch + 1)]:
             wanted = "requests without a token last, or max_seqlen_q 2"
             raise ValueError(f"cu_seqlens_q: wanted {wanted}, got {numbers}")
-    return batch, longest
+    return batch, min(longest, max(1, len(q)))
 
 
 def _padding_pays(q: Tensor, batch: int, longest: int) -> bool:
     """Whether requests padded to one length read their contexts less often than their tokens one by one."""
     num_sms, (tokens, heads) = sms_of(q.device), q.shape[:2]
-    padded, single = (decode_shape(rows, num_sms).row_groups for rows in (longest * heads, heads))
+    padded, single = (decode_shape(operator.index(rows), num_sms).row_groups for rows in (longest * heads, heads))
     return batch * padded <= tokens * single
 
 
@@ -324,7 +328,7 @@ def _planned(layer: _Layer, lengths: Tensor, rows: int) -> BuiltSchedule:
     metadata, batch, num_sms = layer.metadata, len(lengths), sms_of(lengths.device)
     if metadata is None or check_tensor("scheduler_metadata", metadata).dim() != 2:
         return named(NAMES, plan, lengths, batch, rows, lengths.device, batch_invariant=layer.unsplit)
-    shape = decode_shape(rows, num_sms)
+    shape = decode_shape(operator.index(rows), num_sms)  # a constant under torch.compile
     partitions = shape.partitions(num_sms)
     size = (partitions + batch + 1, WORK_RANGE_FIELDS)
     if metadata.shape != size:

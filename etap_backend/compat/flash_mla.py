@@ -8,6 +8,7 @@ import functools
 import importlib
 import importlib.util
 import math
+import operator
 import sys
 from dataclasses import dataclass, field, fields
 from types import ModuleType
@@ -26,12 +27,13 @@ from etap_backend.limits import (
     SPARSE_FP8,
     V4_ROW_BYTES,
     WORK_RANGE_FIELDS,
+    count,
     dtype_name,
     output_dtypes,
     why_unsupported,
     why_unsupported_sparse,
 )
-from etap_backend.schedule import BuiltSchedule, count, decode_shape, sms_of
+from etap_backend.schedule import BuiltSchedule, decode_shape, sms_of
 from etap_backend.sparse import device_sms, sparse_decode_shape, sparse_mla_decode
 
 __all__ = [
@@ -488,7 +490,7 @@ def _planned(metadata, num_splits, q: Tensor, cache_seqlens: Tensor, config, fp8
         options = {"batch_invariant": config.enable_batch_invariant} | types
         return named(NAMES, plan, cache_seqlens, config.b, rows, q.device, **options)._replace(**sizes)
     _check_plan(work_ranges, split_offsets, config.b)
-    partitions, shape = work_ranges.shape[0], decode_shape(rows, sms_of(q.device))
+    partitions, shape = work_ranges.shape[0], decode_shape(operator.index(rows), sms_of(q.device))
     if workspace is None:
         workspace = q.new_empty(shape.workspace_floats(partitions), dtype=torch.float32)
     return BuiltSchedule(
@@ -591,11 +593,10 @@ def _sparse(q, lists: tuple[_SparseList, ...], batch_invariant: bool, out, optio
     batch, s_q, heads, _ = q.shape
     tokens = q.flatten(0, 1)
     out = q.new_empty(batch, s_q, heads, LATENT_DIM) if out is None else out
-    rows = out.flatten(0, 1)
-    if rows.data_ptr() != out.data_ptr():
+    if min(batch, s_q) > 1 and out.stride(0) != s_q * out.stride(1):
         raise ValueError(f"out: wanted strides that make b and s_q one dimension, got {list(out.stride())}")
-    lse = q.new_empty(batch, s_q, heads, dtype=torch.float32)
-    shape = sparse_decode_shape(heads)
+    rows, lse = out.flatten(0, 1), q.new_empty(batch, s_q, heads, dtype=torch.float32)
+    shape = sparse_decode_shape(operator.index(heads))  # a constant under torch.compile
     most = shape.partitions(device_sms(q.device)) if batch_invariant else max(1, batch * s_q)
     for first in range(0, batch * s_q, most):
         part = slice(first, min(first + most, batch * s_q))

@@ -13,8 +13,8 @@ from torch import Tensor
 from etap_backend._operator import check_tensor
 from etap_backend.compat import check_out, named, refuse_options
 from etap_backend.dense import mla_decode
-from etap_backend.limits import DTYPES, FP8, LATENT_DIM, ROPE_DIM, dtype_name
-from etap_backend.schedule import BuiltSchedule, DecodeSchedule, count
+from etap_backend.limits import DTYPES, FP8, LATENT_DIM, ROPE_DIM, count, dtype_name
+from etap_backend.schedule import BuiltSchedule, DecodeSchedule
 
 __all__ = ["BatchMLAPagedAttentionWrapper"]
 
@@ -155,7 +155,7 @@ class BatchMLAPagedAttentionWrapper:
         given: dict[str, Any] = {"num_heads": num_heads, "page_size": page_size, "causal": causal, "sm_scale": sm_scale}
         given |= {"q_data_type": q_data_type, "kv_data_type": kv_data_type}
         _check_model(given, head_dim_ckv, head_dim_kpe, output_dtype)
-        problem = _Problem(**_requests(lists, given["page_size"]), **given)
+        problem = _Problem(**_requests(lists, given["page_size"], given["num_heads"]), **given)
         before = None if self._graph_pages is None else self._problem
         for name, old, new in zip(problem._fields, before or problem, problem, strict=True):
             if old != new:
@@ -318,9 +318,9 @@ def _page_lists(given: tuple[Tensor | None, ...], metadata: object) -> dict[str,
     return lists | {"kv_indices": lists["kv_indices"][:total]}
 
 
-def _requests(lists: dict[str, Tensor], page_size: int) -> dict[str, int]:
+def _requests(lists: dict[str, Tensor], page_size: int, num_heads: int) -> dict[str, int]:
     """Number of requests and query tokens of each, which must be equal; pages must be enough."""
-    starts, room, lengths = lists["qo_indptr"], lists["kv_indptr"].diff() * page_size, lists["kv_len_arr"]
+    starts, room, lengths = lists["qo_indptr"], lists["kv_indptr"].diff().long() * page_size, lists["kv_len_arr"]
     if len(wrong := ((lengths > room) | (lengths < 0)).nonzero()):
         request = int(wrong[0])
         wanted = f"0 to {int(room[request])} tokens of request {request}, which its pages in kv_indptr hold"
@@ -329,6 +329,7 @@ def _requests(lists: dict[str, Tensor], page_size: int) -> dict[str, int]:
     if not torch.equal(starts, (torch.arange(len(starts), dtype=torch.int32) * s_q).clamp_(max=int(starts[-1]))):
         wanted = "equally many query tokens for each request, those without a token last"
         raise NotImplementedError(f"qo_indptr: wanted {wanted}, got {starts.tolist()[:8]}")
+    count("qo_indptr's query rows", s_q * num_heads)
     return {"batch": len(lengths), "s_q": s_q}
 
 

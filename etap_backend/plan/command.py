@@ -8,12 +8,13 @@ import sys
 
 from etap_backend.plan.alternatives import make_plan, what_fits
 from etap_backend.plan.deployment import Deployment, cache_named
+from etap_backend.plan.drafts import Drafting, with_drafts
 from etap_backend.plan.files import parse_tokens
-from etap_backend.plan.gpu import read_gpu
-from etap_backend.plan.model import read_model
+from etap_backend.plan.gpu import Gpu, read_gpu
+from etap_backend.plan.model import Model, read_model
 from etap_backend.plan.report import document, screen
 
-FLAGS = {"model": "model", "gpus": "--count", "cache": "--kv-dtype"}
+FLAGS = {"model": "model", "gpus": "--count", "cache": "--kv-dtype", "rows": "--s-q x heads"}
 
 
 def _tensor_parallel(count: int, over: int) -> int:
@@ -21,6 +22,15 @@ def _tensor_parallel(count: int, over: int) -> int:
     if over > 0 and count % over:
         raise ValueError(f"gpus: wanted a multiple of --dp x --pp = {over}, got {count}")
     return max(1, count // max(1, over))
+
+
+def _drafted(options: argparse.Namespace, model: Model, gpu: Gpu, on: Deployment) -> Drafting | None:
+    """The plans of --drafts, if they are asked for."""
+    if not options.drafts:
+        if options.acceptance is not None:
+            raise ValueError(f"acceptance: wanted none without --drafts, got {options.acceptance}")
+        return None
+    return with_drafts(model, gpu, on, options.acceptance, options.attention_share)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -36,13 +46,14 @@ def run(options: argparse.Namespace) -> int:
         on = Deployment(*layout, cache, context, options.batch, options.s_q, options.utilization)
         made = make_plan(model, gpu, on, options.attention_share)
         found = what_fits(model, gpu, on, options.attention_share)
+        drafted = _drafted(options, model, gpu, on)
     except (ValueError, ImportError) as error:  # the compiled library says how it groups query rows
         name, colon, reason = str(error).partition(": ")
         flag = flags.get(name) or f"--{name.replace('_', '-')}" if hasattr(options, name) or name in flags else name
         print(f"etap plan: {flag}{colon}{reason}", file=sys.stderr)
         return 2
     if options.json:
-        print(json.dumps(document(options.model, model, gpu, on, made, found), indent=1, allow_nan=False))
+        print(json.dumps(document(options.model, model, gpu, on, made, found, drafted), indent=1, allow_nan=False))
         return 0
-    print(screen(options.model, model, gpu, on, made, found))
+    print(screen(options.model, model, gpu, on, made, found, drafted))
     return 0

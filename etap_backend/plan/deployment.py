@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from etap_backend.plan.files import MOST
-from etap_backend.plan.model import CACHE_BYTES, Model
+from etap_backend.plan.files import CACHE_BYTES, MOST
+from etap_backend.plan.model import Model
 
 CACHE_NAMES = {"bfloat16": "bfloat16", "bf16": "bfloat16", "auto": "bfloat16", "fp8": "fp8", "fp8_e4m3": "fp8"}
 """The engines' names of caches."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os.path
 import re
+import reprlib
 import types
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -13,9 +15,25 @@ from etap_backend.config_list import FOLDER
 
 MOST = 2**31
 """Above this a number is a mistake; within it no sum or quotient of the planner overflows a float."""
+CACHE_BYTES = {"bfloat16": 2, "fp8": 1}
+"""Bytes of an element of a dense KV cache."""
 Size = Annotated[int, 1, MOST]
 Count = Annotated[int, 0, MOST]
 Quantity = Annotated[float, 1e-3, 1e18]
+ALSO = {
+    "h20-3e": "h20-141g",
+    "glm-5": "glm-5-fp8",
+    "glm-5.1": "glm-5-fp8",  # the same shapes
+    "glm-5.1-fp8": "glm-5-fp8",
+    "glm-5.2-fp8": "glm-5.2",
+    "kimi-k2-instruct": "kimi-k2",
+    "kimi-k2-instruct-0905": "kimi-k2",
+    "kimi-k2.5": "kimi-k2-thinking",  # the same text model, as K2.6's
+    "kimi-k2.6": "kimi-k2-thinking",
+    "kimi-linear-48b-a3b-instruct": "kimi-linear",
+    "mistral-large-3-675b-instruct-2512": "mistral-large-3",
+}
+"""Other names of shipped files, on hubs and in shops."""
 CALLED = {"hardware": "gpu", "models": "model"}
 """The argument that names a file of each folder."""
 HUB = r"^\w[\w-]*/(?=[^/]+$)"  # an organisation before a model's name
@@ -33,20 +51,21 @@ def find(kind: str, name: str) -> Path:
 
     Raises ValueError, naming the argument, when it means neither.
     """
-    if (path := Path(name)).is_file():
-        return path
-    if (path := FOLDER / kind / f"{re.sub(HUB, '', name).lower()}.json").is_file():
-        return path
+    known = re.sub(HUB, "", name).lower()
+    for path in Path(name), FOLDER / kind / f"{ALSO.get(known, known)}.json":
+        if os.path.isfile(path):  # Path.is_file raises for a name that is too long or below a closed folder
+            return path
+    got = name if len(name) <= 200 else f"{name[:200]}..."
     if name.endswith(".json") or name.startswith((".", "/", "~")) or name.count("/") > 1:
-        raise ValueError(f"{CALLED[kind]}: wanted a file that exists, got {name}")
-    raise ValueError(f"{CALLED[kind]}: wanted a file or one of {', '.join(shipped(kind))}, got {name}")
+        raise ValueError(f"{CALLED[kind]}: wanted a file that exists and can be read, got {got}")
+    raise ValueError(f"{CALLED[kind]}: wanted a file or one of {', '.join(shipped(kind))}, got {got}")
 
 
 def read_json(path: Path, argument: str) -> dict:
     """The object in a file. Raises ValueError, naming the argument, when there is none."""
     try:
         content = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{argument}: wanted a JSON file, got {path}: {error}") from error
     if not isinstance(content, dict):
         raise ValueError(f"{argument}: wanted a JSON object, got {path}, which holds {type(content).__name__}")
@@ -78,15 +97,17 @@ def _value(hint: Any, value: object, key: str, strict: bool) -> Any:
     if get_origin(hint) is tuple:
         many = arguments[-1] is ...
         if not isinstance(value, list) or not many and len(value) != len(arguments):
-            raise ValueError(f"{key}: wanted a list{'' if many else f' of {len(arguments)}'}, got {_short(value)}")
+            raise ValueError(
+                f"{key}: wanted a list{'' if many else f' of {len(arguments)}'}, got {reprlib.repr(value)}"
+            )
         return tuple(_value(arguments[0], one, f"{key}.{number}", strict) for number, one in enumerate(value))
     if get_origin(hint) is Literal:
         if value not in arguments:
-            raise ValueError(f"{key}: wanted {' or '.join(map(repr, arguments))}, got {_short(value)}")
+            raise ValueError(f"{key}: wanted {' or '.join(map(repr, arguments))}, got {reprlib.repr(value)}")
         return value
     if dataclasses.is_dataclass(hint):
         if not isinstance(value, dict):
-            raise ValueError(f"{key}: wanted an object, got {_short(value)}")
+            raise ValueError(f"{key}: wanted an object, got {reprlib.repr(value)}")
         return record(hint, value, f"{key}.", strict=strict)
     return _scalar(hint, value, key)
 
@@ -95,15 +116,10 @@ def _scalar(hint: Any, value: Any, key: str) -> Any:
     base, *bounds = get_args(hint) or (hint,)
     allowed = (int, float) if base is float else base
     if not isinstance(value, allowed) or isinstance(value, bool) != (base is bool):
-        raise ValueError(f"{key}: wanted {KINDS[base]}, got {_short(value)}")
+        raise ValueError(f"{key}: wanted {KINDS[base]}, got {reprlib.repr(value)}")
     if bounds and not bounds[0] <= value <= bounds[1]:
-        raise ValueError(f"{key}: wanted {bounds[0]} to {bounds[1]}, got {_short(value)}")
+        raise ValueError(f"{key}: wanted {bounds[0]} to {bounds[1]}, got {reprlib.repr(value)}")
     return base(value)
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def parse_tokens(text: str) -> int:

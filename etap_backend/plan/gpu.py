@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+import operator
+from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
+from etap_backend.limits import TILE_TOKENS
 from etap_backend.plan import files
-from etap_backend.plan.files import Quantity, Size
+from etap_backend.plan.files import CACHE_BYTES, Quantity, Size
 
 Status = Literal["measured", "nominal", "derived", "given"]
-Microseconds = Annotated[float, 0, 1e18]
+Cost = Annotated[float, 0, 1e18]
+TILES_OF_A_REQUEST = 5
 
 
 @dataclass(frozen=True)
@@ -21,27 +25,74 @@ class Figure:
     source: str
 
 
+@dataclass(frozen=True)
+class Load:
+    """What one call computes: requests (sparse attention: query tokens), the cache rows of each, and the CTAs that the
+    call has for a row tile of 64."""
+
+    requests: int
+    tokens: float
+    partitions: int
+
+    @property
+    def tiles(self) -> int:
+        """Tiles of 64 cache rows of one request."""
+        return max(1, math.ceil(self.tokens / TILE_TOKENS))
+
+    @property
+    def share(self) -> int:
+        """Tiles of the fullest CTA, where a new request costs as much as TILES_OF_A_REQUEST (FlashMLA's scheduler)."""
+        return -(-self.requests * (self.tiles + TILES_OF_A_REQUEST) // self.partitions)
+
+    @property
+    def splits(self) -> int:
+        """Parts of one request that different CTAs compute."""
+        return -(-self.tiles // self.share)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """Time of one attention call: `fixed_us` + `factor` x its roofline."""
+    """Time of one call of a kernel, fitted to files of results/ by bench/qualify/plan_agreement.py.
 
-    fixed_us: Microseconds
-    factor: Annotated[float, 1, 1e18]
+    It is fixed_us, and factor x the roofline or longest_us per 1,024 rows of one request, whichever is longer; then
+    what the division of the work costs: full_factor x the roofline of a call whose CTAs are all as full as the
+    fullest, wave_factor x that of whole waves of one CTA per request, request_us per request, split_us per part of a
+    request and combine_us where requests have parts.
+    """
+
+    kernel: str
+    kind: Literal["bfloat16", "fp8", "sparse", "sparse_fp8", "v4"]
+    """A dense cache, or what lists of rows are read from."""
+    rows: Size
+    """Query rows per request of a dense call, heads of a sparse one."""
+    fixed_us: Cost
+    factor: Cost
+    longest_us: Cost = 0.0
+    full_factor: Cost = 0.0
+    wave_factor: Cost = 0.0
+    request_us: Cost = 0.0
+    split_us: Cost = 0.0
+    combine_us: Cost = 0.0
     status: Status
     source: str
 
-    def microseconds(self, roofline_us: float) -> float:
-        return self.fixed_us + self.factor * roofline_us
+    def microseconds(self, roofline_us: float, load: Load) -> float:
+        return sum(map(operator.mul, self.costs, numbers(roofline_us, load, self.longest_us)))
+
+    @property
+    def costs(self) -> tuple[float, ...]:
+        """The factors of `numbers`."""
+        cut = self.full_factor, self.wave_factor, self.split_us, self.combine_us
+        return self.fixed_us, self.factor, self.request_us, *cut
 
 
-@dataclass(frozen=True, kw_only=True)
-class SparseCall(Call):
-    """Time of one sparse attention call of `heads` heads on a bfloat16 or FP8 cache, or on DeepSeek-V4's."""
-
-    kernel: str
-    heads: Size
-    fp8: bool
-    v4: bool = False
+def numbers(roofline_us: float, load: Load, longest_us: float = 0.0) -> tuple[float, ...]:
+    """What the costs of a call are multiplied by."""
+    work = max(roofline_us, longest_us * load.tokens / 1024) if longest_us else roofline_us
+    fullest = load.partitions * (load.share + TILES_OF_A_REQUEST) * TILE_TOKENS
+    full = roofline_us * fullest / (load.requests * load.tokens)
+    waves = roofline_us * -(-load.requests // load.partitions) * load.partitions / load.requests
+    return 1.0, work, load.requests, full, waves, load.splits, load.splits > 1
 
 
 LONGEST_REST = Figure(
@@ -63,13 +114,26 @@ class Gpu:
     fp8_flops: Figure
     sustained_bf16_flops: Figure
     sms: Figure
-    etap: Call
-    padded: Call  # FlashMLA's kernels without an engine, built from its sources
-    etap_fp8_math: Call | None = None  # with FP8 products, where they follow another line
-    padded_in_vllm: Call | None = None  # FlashMLA as vLLM ships and calls it, where that was measured
+    calls: tuple[Call, ...] = ()
+    calls_like: str = ""  # the GPU whose calls stand in for this one's
     longest_rest: Figure = LONGEST_REST  # how many times its estimate the rest of a step may take
-    sparse: tuple[SparseCall, ...] = ()
-    sparse_like: str = ""  # the GPU whose `sparse` calls stand in for this one's
+
+    def calls_of(self, kind: str, rows: int) -> dict[str, Call]:
+        """Each kernel's call, from this file or the one that it names: of the next larger number of rows that was
+        timed, and of a dense cache, whose rows are computed in groups, at most of the largest."""
+        like = read_gpu(self.calls_like) if self.calls_like else self
+        found: dict[str, Call] = {}
+        for call in sorted((call for call in like.calls if call.kind == kind), key=lambda call: call.rows):
+            if call.kernel not in found or found[call.kernel].rows < rows:
+                found[call.kernel] = call
+        for kernel, call in list(found.items()):
+            if call.rows < rows and kind not in CACHE_BYTES:
+                del found[kernel]
+            elif call.rows != rows or like is not self:
+                others = f"as of {call.rows} {'rows' if kind in CACHE_BYTES else 'heads'}" * (call.rows != rows)
+                source = "; ".join(filter(None, (call.source, others, f"as on an {like.name}" * (like is not self))))
+                found[kernel] = replace(call, source=source, status="derived")
+        return found
 
     def sustained_flops(self, *, fp8: bool) -> float:
         """Operations per second of WGMMA on 16-bit or FP8 numbers; FP8 reaches the same share of its nominal rate."""

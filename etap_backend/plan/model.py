@@ -2,39 +2,65 @@
 
 from __future__ import annotations
 
+import os.path
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from etap_backend.limits import ROPE_DIM, SCALE_DIM, SPARSE_FP8_BYTES, V4_ROW_BYTES
 from etap_backend.plan import files
-from etap_backend.plan.files import Count, Size
+from etap_backend.plan.files import CACHE_BYTES, Count, Size
 
-CACHE_BYTES = {"bfloat16": 2, "fp8": 1}
+PACKED = ("awq", "awq_marlin", "gptq", "gptq_marlin")
 V4, V41 = "deepseek_v4", "deepseek_v41_text"
 CSA, HCA = 4, 128
 """Tokens per compressed entry in the two kinds of DeepSeek-V4's layers that keep entries; V4.1's keep 2 and 1."""
 RATIOS = {V4: (0, CSA, HCA), V41: (0, 1, 2)}
+NOT_PLANNED = {
+    "longcat_flash": "LongCat-Flash has two attentions and two dense networks in a layer, and experts without weights",
+    "longcat_flash_ngram": "LongCat-Flash has two attentions and two dense networks in a layer",
+}
+ONE_GROUP = 4096
 V4_SIZES = "head_dim qk_rope_head_dim moe_intermediate_size index_topk sliding_window o_groups o_lora_rank hc_mult"
 OTHER_NAMES = {
     "num_experts": "n_routed_experts",
     "num_shared_experts": "n_shared_experts",
     "num_experts_per_token": "num_experts_per_tok",
+    "num_mtp_layers": "num_nextn_predict_layers",
 }
 
 
 @dataclass(frozen=True)
 class Quantization:
-    """The part of a quantization_config that says how many bytes a weight takes."""
+    """The part of a quantization_config that says how many bytes a weight takes, under the names of `_quantization`."""
 
-    quant_method: Literal["fp8", "compressed-tensors"]
+    quant_method: Literal["fp8", "compressed-tensors", "awq", "awq_marlin", "gptq", "gptq_marlin"]
     weight_block_size: tuple[Size, Size] | None = None
-    format: Literal["mxfp4-pack-quantized"] | None = None  # of compressed-tensors
+    format: Literal["mxfp4-pack-quantized", "pack-quantized"] | None = None  # of compressed-tensors
     expert_dtype: Literal["fp4", "fp8"] | None = None  # DeepSeek-V4.1; V4 has it outside
+    bits: Literal[4, 8] | None = None  # of weights packed into words, with a scale and perhaps a zero per group
+    group_size: Size | None = None
+    zero_point: bool = False
+    left_out: tuple[str, ...] = ()  # patterns of modules in two bytes
 
     def __post_init__(self) -> None:
         if self.quant_method == "compressed-tensors" and self.format is None:
-            raise ValueError("format: wanted mxfp4-pack-quantized beside quant_method compressed-tensors, got none")
+            wanted = "mxfp4-pack-quantized, pack-quantized or float-quantized"
+            raise ValueError(f"format: wanted {wanted} beside quant_method compressed-tensors, got none")
+        if self.packed and not (self.bits and self.group_size):
+            raise ValueError(f"bits: wanted 4 or 8, and a group_size, beside quant_method {self.quant_method}")
+
+    @property
+    def packed(self) -> bool:
+        return self.quant_method in PACKED or self.format == "pack-quantized"
+
+    def bytes_of(self, module: str) -> float:
+        """Bytes of a packed weight with its share of scale and zero, or 2 where a pattern leaves the module out."""
+        assert self.bits and self.group_size
+        if any(re.search(pattern.removeprefix("re:"), module) for pattern in self.left_out):
+            return 2.0
+        return self.bits / 8 + (2 + self.zero_point * self.bits / 8) / self.group_size
 
 
 @dataclass(frozen=True)
@@ -224,36 +250,79 @@ class Model:
         """Whether quantised weights are multiplied in FP8."""
         return self.quantization_config is not None and self.quantization_config.quant_method == "fp8"
 
+    def _bytes(self, module: str) -> float:
+        """Bytes of a weight outside the routed experts, with its share of a block's or group's scale."""
+        how = self.quantization_config
+        if how is None or not (self.fp8_weights or how.packed):
+            return 2.0
+        if how.packed:
+            return how.bytes_of(f"model.layers.{self.first_k_dense_replace}.{module}")
+        rows, columns = how.weight_block_size or (128, 128)
+        return 1 + 4 / (rows * columns)
+
     @property
     def weight_bytes(self) -> float:
-        """Bytes of a weight outside the routed experts, with its share of a block's scale."""
-        if self.quantization_config is None or not self.fp8_weights:
-            return 2.0
-        rows, columns = self.quantization_config.weight_block_size or (128, 128)
-        return 1 + 4 / (rows * columns)
+        """Bytes of a weight of shared experts and dense layers."""
+        return self._bytes("mlp.shared_experts.up_proj")
 
     @property
     def attention_bytes(self) -> float:
         """Bytes of an attention weight; GLM-5.3-Flash's FP8 checkpoint keeps them in bfloat16."""
-        return 2.0 if self.model_type.startswith("glm5_next") else self.weight_bytes
+        return 2.0 if self.model_type.startswith("glm5_next") else self._bytes("self_attn.o_proj")
 
     @property
     def expert_bytes(self) -> float:
         """Bytes of a routed expert's weight; MXFP4 has 4 bits and one byte of scale per 32."""
-        mxfp4 = self.expert_dtype == "fp4" or (self.quantization_config is not None and not self.fp8_weights)
-        return 4 / 8 + 1 / 32 if mxfp4 else self.weight_bytes
+        how = self.quantization_config
+        mxfp4 = self.expert_dtype == "fp4" or (how is not None and how.format == "mxfp4-pack-quantized")
+        return 4 / 8 + 1 / 32 if mxfp4 else self._bytes("mlp.experts.0.up_proj")
 
 
 def _normalised(data: dict) -> dict:
     """A config.json under the names of `Model`."""
     if isinstance(text := data.get("text_config"), dict):
-        data = {"quantization_config": data.get("quantization_config")} | text
+        outside = {"quantization_config": data.get("quantization_config")}
+        data = outside | {key: value for key, value in text.items() if value is not None}
     data = {OTHER_NAMES.get(key, key): value for key, value in data.items()}
-    if str(kind := data.get("model_type", "")).startswith(V4):
+    kind = str(data.get("model_type", ""))
+    if reason := NOT_PLANNED.get(kind):
+        raise ValueError(f"model_type: wanted a model that the plan knows, got {kind}: {reason}")
+    if isinstance(how := data.get("quantization_config"), dict):
+        data["quantization_config"] = _quantization(how)
+    if kind == "bailing_hybrid":
+        data = _hybrid(data)
+    if kind.startswith(V4):
         if kind not in RATIOS:
             raise ValueError(f"model_type: wanted {' or '.join(RATIOS)}, got {kind}")
         data = _v4_as_latent(data)
     return data
+
+
+def _quantization(how: dict) -> dict:
+    """A quantization_config under the names of `Quantization`: of compressed-tensors its first group's weights."""
+    left_out = [*(how.get("ignore") or ()), *(how.get("modules_to_not_convert") or ())]
+    how = how | {"left_out": left_out}
+    groups = how.get("config_groups")
+    weights = next((group.get("weights") for group in groups.values()), None) if isinstance(groups, dict) else None
+    if how.get("quant_method") == "compressed-tensors" and isinstance(weights, dict):
+        if how.get("format") == "float-quantized":
+            return {"quant_method": "fp8", "weight_block_size": weights.get("block_structure")}
+        zero = weights.get("symmetric") is False
+        how |= {"bits": weights.get("num_bits"), "group_size": weights.get("group_size"), "zero_point": zero}
+    if how.get("group_size") == -1:  # one group per column
+        how["group_size"] = ONE_GROUP
+    return how
+
+
+def _hybrid(data: dict) -> dict:
+    """Ling 3.0's config.json: the last layer of every layer_group_size has latent attention, the others Kimi's."""
+    layers, group, heads = (data.get(key) for key in ("num_hidden_layers", "layer_group_size", "num_attention_heads"))
+    for name, value in ("num_hidden_layers", layers), ("layer_group_size", group):
+        if not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name}: wanted a number beside model_type bailing_hybrid, got {value!r}")
+    linear = {"head_dim": data.get("head_dim"), "short_conv_kernel_size": data.get("short_conv_kernel_size")}
+    linear |= {"full_attn_layers": list(range(group, layers + 1, group)), "num_heads": heads}
+    return data | {"linear_attn_config": linear | {"use_full_rank_gate": True}}
 
 
 def _v4_as_latent(data: dict) -> dict:
@@ -268,8 +337,9 @@ def _v4_as_latent(data: dict) -> dict:
     row, rope = data["head_dim"], data["qk_rope_head_dim"]
     names = {"kv_lora_rank": row, "v_head_dim": row, "qk_nope_head_dim": row - rope}
     names |= {"index_kpool": CSA if kind == V4 else 1, "intermediate_size": data["moe_intermediate_size"]}
-    experts = (data.get("quantization_config") or {}).get("expert_dtype") or "fp4"
-    return {"expert_dtype": experts} | data | names
+    quantization = data.get("quantization_config")  # `record` refuses what is no object
+    experts = quantization.get("expert_dtype") if isinstance(quantization, dict) else None
+    return {"expert_dtype": experts or "fp4"} | data | names
 
 
 def read_model(name: str) -> Model:
@@ -277,7 +347,7 @@ def read_model(name: str) -> Model:
 
     Raises ValueError, naming the argument and the key, otherwise.
     """
-    path = Path(name) / "config.json" if Path(name).is_dir() else files.find("models", name)
+    path = Path(name) / "config.json" if os.path.isdir(name) else files.find("models", name)
     content = files.read_json(path, "model")
     try:
         return files.record(Model, _normalised(content))

@@ -8,6 +8,7 @@ from dataclasses import asdict
 
 from etap_backend.plan.alternatives import Alternative
 from etap_backend.plan.deployment import Deployment
+from etap_backend.plan.drafts import Drafting
 from etap_backend.plan.gpu import Gpu
 from etap_backend.plan.memory import parameters_of, pool_of, weights_of
 from etap_backend.plan.model import Model
@@ -21,7 +22,15 @@ def _kernels(plan: Plan) -> list[Attention]:
     return [kernel for kernel in (plan.etap, plan.fp8_math, plan.in_bf16, *plan.peers, plan.indexer) if kernel]
 
 
-def document(name: str, model: Model, gpu: Gpu, on: Deployment, plan: Plan, found: list[Alternative]) -> dict:
+def document(
+    name: str,
+    model: Model,
+    gpu: Gpu,
+    on: Deployment,
+    plan: Plan,
+    found: list[Alternative],
+    drafting: Drafting | None = None,
+) -> dict:
     """Everything that the planner knows of one deployment, for --json.
 
     With sparse attention `step_with_ms` is a lower bound, as the indexer's time is.
@@ -48,7 +57,19 @@ def document(name: str, model: Model, gpu: Gpu, on: Deployment, plan: Plan, foun
             "gain_over": {peer.kernel: (gain := plan.gain_over(peer)) and asdict(gain) for peer in plan.peers},
         },
         "what_fits": [asdict(one) | {"fits": one.fits} for one in found],
+        "drafting": drafting and _drafting_document(drafting),
     }
+
+
+def _drafting_document(drafting: Drafting) -> dict:
+    rows = []
+    for one in drafting.rows:
+        rates = {"etap": one.etap and asdict(one.etap), "peer": one.peer and asdict(one.peer)}
+        sizes = {"drafts": one.drafts, "tokens_per_step": one.tokens_per_step, "fits": one.fits}
+        rows.append(sizes | rates | {"gain": one.plan.gain and asdict(one.plan.gain)})
+    best = {side: (row := drafting.best(side)) and row.drafts for side in ("etap", "peer")}
+    given = {"acceptance": drafting.acceptance, "source": drafting.source, "predictor_known": drafting.predictor}
+    return given | {"best": best, "rows": rows}
 
 
 def _gb(value: float) -> str:
@@ -151,6 +172,38 @@ def _attention_table(gpu: Gpu, plan: Plan) -> str:
     return _table(rows, words=3)
 
 
+def _drafts_table(drafting: Drafting) -> str:
+    """A row per number of drafts; * marks the most tokens per second of each side."""
+    best = {side: drafting.best(side) for side in ("etap", "peer")}
+    peer = next((one.peer.kernel for one in drafting.rows if one.peer), "no other kernel")
+    head = ["drafts", "tokens a step"]
+    for name in ("ETAP", peer):
+        head += [f"{name}: ms", "tokens/s each", "all"]
+    rows = [[*head, "gain %"]]
+    for one in drafting.rows:
+        cells = [str(one.drafts), f"{one.tokens_per_step:.2f}"]
+        for side, rate in ("etap", one.etap), ("peer", one.peer):
+            if rate is None:
+                cells += ["-", "-", "-"]
+                continue
+            star = "*" if one is best[side] else " "
+            cells += [f"{rate.step_ms:.1f}", f"{rate.tokens_per_s_per_request:.1f}", f"{rate.tokens_per_s:,.0f}{star}"]
+        gain = one.plan.gain
+        rows.append([*cells, _starred(gain) if one.fits and gain else "-" if one.fits else "does not fit"])
+    return _table(rows, words=0)
+
+
+def _drafts_remark(drafting: Drafting) -> str:
+    """Where the acceptance comes from, and what the best numbers of drafts gain over each other."""
+    words = f"A draft is accepted with {drafting.acceptance:g} where those before it are ({drafting.source})."
+    etap, peer = drafting.best("etap"), drafting.best("peer")
+    if etap and peer and etap.etap and peer.peer:
+        gain = etap.etap.tokens_per_s / peer.peer.tokens_per_s - 1
+        words += f" Best of each: {etap.drafts} drafts with ETAP, {peer.drafts} with {peer.peer.kernel}"
+        words += f"; ETAP's gives {100 * gain:+.0f}% tokens/s, with the shorter estimate of the rest of a step."
+    return words if drafting.predictor else words + " The model names no predictor: drafts cost nothing to make here."
+
+
 def verdict(plan: Plan, gpu: Gpu) -> str:
     """What ETAP gains in a step, or that it is better left off."""
     if plan.etap.call is None:
@@ -184,7 +237,15 @@ def _remarks(model: Model, gpu: Gpu, on: Deployment, plan: Plan) -> str:
     return " ".join(lines)
 
 
-def screen(name: str, model: Model, gpu: Gpu, on: Deployment, plan: Plan, found: list[Alternative]) -> str:
+def screen(
+    name: str,
+    model: Model,
+    gpu: Gpu,
+    on: Deployment,
+    plan: Plan,
+    found: list[Alternative],
+    drafting: Drafting | None = None,
+) -> str:
     """The answer for a terminal; lines of words are wrapped to its width, tables are not."""
     several = (f"{key} {getattr(on, key)}" for key in ("dp", "pp", "dcp", "s_q") if getattr(on, key) > 1)
     layout, size = ", ".join((f"tp {on.tp}", *several)), f"{parameters_of(model) / 1e9:.0f} G"
@@ -197,6 +258,7 @@ def screen(name: str, model: Model, gpu: Gpu, on: Deployment, plan: Plan, found:
         *_memory_lines(model, gpu, on, plan),
         _attention_table(gpu, plan),
         _remarks(model, gpu, on, plan),
+        *([_drafts_table(drafting), _drafts_remark(drafting)] if drafting else []),
         f"What fits: requests of {_in_k(on.context)}; tokens of each of {on.batch}; gain where {_load(on)} fits",
         _alternatives_table(found),
         f"{closing}The GPU's file in configs/hardware has the sources of its numbers.",

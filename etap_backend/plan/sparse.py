@@ -7,52 +7,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from etap_backend.limits import LATENT_DIM
 from etap_backend.plan.deployment import Deployment
-from etap_backend.plan.gpu import Call, Gpu, SparseCall, read_gpu
+from etap_backend.plan.gpu import Gpu, Load
 from etap_backend.plan.memory import memory_of
 from etap_backend.plan.model import CSA, HCA, RATIOS, Model
-from etap_backend.plan.step import PADDED_ROWS, Attention, Plan, attention_on, check, rest_of_step_ms
-from etap_backend.sparse import sparse_decode_shape
+from etap_backend.plan.step import ETAP, Attention, Plan, attention, check, rest_of_step_ms, roofline_us
 
-ETAP = "etap"
 # A FlashMLA call takes longer in vLLM's steps of DeepSeek-V4: metadata, copies, and vLLM's own build.
-V4_IN_VLLM_US, V4_IN_VLLM = 8.0, "8 us more, fitted to six steps in results/e2e-decode-v4-vllm.json"
-
-
-def computed_rows(kernel: str, heads: int) -> int:
-    """Heads with padding: to the library's row tiles for ETAP, to multiples of 64 for other kernels."""
-    if kernel == ETAP:
-        shape = sparse_decode_shape(heads)
-        return shape.row_groups * shape.row_tile
-    return -(-heads // PADDED_ROWS) * PADDED_ROWS
-
-
-def sparse_attention(
-    kernel: str, gpu: Gpu, call: Call | None, heads: int, entries: float, row: int, row_bytes: int, layers: int
-) -> Attention:
-    """Calls whose lists have so many entries, each a row of `row` elements that is read once.
-
-    All kernels widen FP8 rows to 16 bits before they multiply.
-    """
-    rows, name = computed_rows(kernel, heads), "ETAP" if kernel == ETAP else kernel
-    flops = 2 * rows * entries * (row + LATENT_DIM)
-    return attention_on(gpu, name, call, layers=layers, rows=rows, data=entries * row_bytes, flops=flops)
-
-
-def shipped_calls(gpu: Gpu, heads: int, fp8: bool, v4: bool = False) -> dict[str, SparseCall]:
-    """Each kernel's call, from the GPU's file or the file that it names; for the next larger number of heads timed."""
-    like = read_gpu(gpu.sparse_like) if gpu.sparse_like else gpu
-    calls: dict[str, SparseCall] = {}
-    for call in sorted(like.sparse, key=lambda call: call.heads):
-        if (call.fp8, call.v4) == (fp8, v4) and call.heads >= heads and call.kernel not in calls:
-            more_heads = f"as of {call.heads} heads" if call.heads != heads else ""
-            other_gpu = f"as on an {like.name}" if like is not gpu else ""
-            source = "; ".join(filter(None, (call.source, more_heads, other_gpu)))
-            calls[call.kernel] = replace(call, source=source)
-            if more_heads or other_gpu:
-                calls[call.kernel] = replace(call, source=source, status="derived")
-    return calls
+V4_IN_VLLM_US, V4_IN_VLLM = 6.5, "6.5 us more, fitted to six steps in results/e2e-decode-v4-vllm.json"
 
 
 def _indexer(model: Model, gpu: Gpu, on: Deployment) -> Attention:
@@ -65,7 +27,8 @@ def _indexer(model: Model, gpu: Gpu, on: Deployment) -> Attention:
     keys = on.local_batch * sum(-(-on.context // (on.dcp * pool)) for pool in pools) / max(1, len(layers))
     flops = 2 * keys * on.s_q * heads * model.index_head_dim
     data = keys * model.index_row_bytes * model.index_kpool
-    return attention_on(gpu, "indexer", None, layers=len(layers), rows=heads, data=data, flops=flops, fp8=True)
+    roofline, bound = roofline_us(gpu, data, flops, fp8=True)
+    return Attention("indexer", heads, roofline, bound, len(layers), Load(on.local_batch, on.context, 1), None)
 
 
 def v4_lists(model: Model, on: Deployment) -> dict[str, tuple[int, int]]:
@@ -99,19 +62,23 @@ def make_sparse_plan(model: Model, gpu: Gpu, on: Deployment) -> Plan:
     check(model, on)
     heads, fp8 = model.num_attention_heads // on.tp * on.dcp, on.cache == "fp8"
     tokens, entries = call_size(model, on)
-    calls: dict[str, Call] = dict(shipped_calls(gpu, heads, fp8, model.v4))
+    kind = "v4" if model.v4 else "sparse_fp8" if fp8 else "sparse"
+    calls = gpu.calls_of(kind, heads)
     if not model.qk_rope_head_dim:
         for name, call in calls.items():
             calls[name] = replace(call, status="derived", source=f"{call.source}; of rows with rope")
     if model.v4 and (plain := calls.get("FlashMLA")) and plain.status == "measured":
         slower = {"fixed_us": plain.fixed_us + V4_IN_VLLM_US, "source": f"{plain.source}; {V4_IN_VLLM}"}
         calls["FlashMLA in vLLM"] = replace(plain, status="derived", **slower)
-    size = heads, tokens * entries, model.cache_row, model.read_row_bytes(on.cache), len(model.attention_layers)
-    etap = sparse_attention(ETAP, gpu, calls.pop(ETAP, None), *size)
+    size = {"row": model.cache_row, "row_bytes": model.read_row_bytes(on.cache), "layers": len(model.attention_layers)}
+    etap, *peers = (
+        attention(gpu, kernel, kind, heads, tokens, entries, call=calls.get(kernel), **size)
+        for kernel in dict.fromkeys((ETAP, *calls))
+    )
     return Plan(
         memory=memory_of(model, gpu, on),
         etap=etap,
-        peers=tuple(sparse_attention(kernel, gpu, call, *size) for kernel, call in calls.items()),
+        peers=tuple(peers),
         rest_ms=rest_of_step_ms(model, gpu, on),
         rest_status="derived",
         longest_rest=gpu.longest_rest.value,

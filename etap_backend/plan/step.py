@@ -7,14 +7,18 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from etap_backend.limits import SPARSE_FP8, why_unsupported, why_unsupported_sparse
+from etap_backend.limits import HEAD_DIM, LATENT_DIM, SPARSE_FP8, why_unsupported, why_unsupported_sparse
 from etap_backend.plan.deployment import Deployment
-from etap_backend.plan.gpu import Call, Gpu, Status
-from etap_backend.plan.memory import Memory, Weights, memory_of, state_bytes, weights_of
-from etap_backend.plan.model import CACHE_BYTES, Model
+from etap_backend.plan.files import CACHE_BYTES
+from etap_backend.plan.gpu import Call, Gpu, Load, Status
+from etap_backend.plan.memory import Memory, Weights, memory_of, predicting_layers, state_bytes, weights_of
+from etap_backend.plan.model import Model
 from etap_backend.schedule import decode_shape
+from etap_backend.sparse import sparse_decode_shape
 
 LEAST_SHARE, MOST_SHARE = 0.001, 0.999  # of attention in a step
+ETAP, FP8_MATH = "etap", "etap-fp8-math"  # in files of results; other kernels are peers
+NAMES = {ETAP: "ETAP", FP8_MATH: "ETAP, FP8 math"}
 PADDED_ROWS = 64  # WGMMA's M: row tile of kernels with query rows there
 FP4_ROWS = 8  # smallest row tile of Marlin, which both engines use for FP4 weights on Hopper
 
@@ -49,12 +53,13 @@ class Attention:
     roofline_us: float  # one call's bytes over bandwidth, or operations over the tensor cores' rate, both sustained
     bound: str  # the longer of the two
     layers: int
+    load: Load
     call: Call | None  # how the time follows from the roofline; None where no call was timed
 
     @property
     def call_us(self) -> float:
         """Expected time; the roofline, a lower bound, where no call was timed."""
-        return self.call.microseconds(self.roofline_us) if self.call else self.roofline_us
+        return self.call.microseconds(self.roofline_us, self.load) if self.call else self.roofline_us
 
     @property
     def step_ms(self) -> float:
@@ -62,26 +67,48 @@ class Attention:
         return self.layers * self.call_us / 1e3
 
 
-def attention_on(
-    gpu: Gpu, kernel: str, call: Call | None, *, layers: int, rows: int, data: float, flops: float, fp8: bool = False
-) -> Attention:
-    """Calls that read `data` bytes and multiply with so many operations, in FP8 or on 16-bit numbers."""
+def roofline_us(gpu: Gpu, data: float, flops: float, *, fp8: bool) -> tuple[float, str]:
+    """The longer of reading so many bytes and so many operations, in FP8 or on 16-bit numbers, and which it is."""
     memory, tensor = data / gpu.sustained_bandwidth.value, flops / gpu.sustained_flops(fp8=fp8)
-    bound = "memory" if memory >= tensor else "tensor cores"
-    return Attention(kernel, rows, max(memory, tensor) * 1e6, bound, layers, call)
+    return max(memory, tensor) * 1e6, "memory" if memory >= tensor else "tensor cores"
 
 
-def _dense(
-    model: Model, gpu: Gpu, on: Deployment, kernel: str, call: Call, rows: int, reads: int, fp8_math: bool
+def computed_rows(kernel: str, kind: str, rows: int, requests: int, sms: int) -> int:
+    """Query rows with padding: to the library's row tiles for ETAP, to multiples of 64 for other kernels."""
+    if kernel not in NAMES:
+        return -(-rows // PADDED_ROWS) * PADDED_ROWS
+    dense = kind in CACHE_BYTES
+    fp8 = kind == "fp8", kernel == FP8_MATH
+    shape = decode_shape(rows, sms, requests, *fp8) if dense else sparse_decode_shape(rows)
+    return shape.row_groups * shape.row_tile
+
+
+def attention(
+    gpu: Gpu,
+    kernel: str,
+    kind: str,
+    rows: int,
+    requests: int,
+    tokens: float,
+    *,
+    call: Call | None = None,
+    row: int = HEAD_DIM,
+    row_bytes: int | None = None,
+    layers: int = 1,
 ) -> Attention:
-    """Dense calls that read their part of the cache `reads` times."""
-    if on.cache != "bfloat16":  # the calls were fitted with bfloat16
-        call = replace(call, status="derived")
-    tokens = on.local_batch * -(-on.context // on.dcp)
-    data = reads * tokens * model.cache_row * CACHE_BYTES[on.cache]
-    flops = 2 * rows * tokens * (model.cache_row + model.kv_lora_rank)
-    layers = len(model.attention_layers)
-    return attention_on(gpu, kernel, call, layers=layers, rows=rows, data=data, flops=flops, fp8=fp8_math)
+    """Calls of one kernel for so many requests (sparse attention: query tokens) of so many cache rows each.
+
+    A dense call reads a row again for each further 64 query rows; smaller row groups find in the L2 cache what the
+    first one read. A dense FP8 cache is multiplied in FP8, by ETAP without FP8 math as float16; sparse calls widen it.
+    """
+    dense, sms = kind in CACHE_BYTES, int(gpu.sms.value)
+    computed = computed_rows(kernel, kind, rows, requests, sms)
+    groups = -(-computed // PADDED_ROWS)
+    data = requests * tokens * (row_bytes or CACHE_BYTES.get(kind, 2) * row) * (groups if dense else 1)
+    flops = 2 * computed * requests * tokens * (row + LATENT_DIM)
+    roofline, bound = roofline_us(gpu, data, flops, fp8=kind == "fp8" and kernel != ETAP)
+    load = Load(requests, tokens, max(1, sms // groups))
+    return Attention(NAMES.get(kernel, kernel), computed, roofline, bound, layers, load, call)
 
 
 def query_rows(model: Model, on: Deployment) -> int:
@@ -89,25 +116,15 @@ def query_rows(model: Model, on: Deployment) -> int:
     return model.num_attention_heads // on.tp * on.dcp * on.s_q
 
 
-def etap_attention(model: Model, gpu: Gpu, on: Deployment, *, fp8_math: bool = False, name: str = "ETAP") -> Attention:
-    """ETAP's kernels: the library says how query rows are rounded up; each further 64 rows read the cache again.
-
-    An FP8 cache is multiplied as float16, or in FP8 with `fp8_math`.
-    """
-    shape = decode_shape(query_rows(model, on), int(gpu.sms.value), on.local_batch, on.cache == "fp8", fp8_math)
-    rows = shape.row_groups * shape.row_tile
-    call = gpu.etap_fp8_math if fp8_math and gpu.etap_fp8_math else gpu.etap
-    # Smaller row groups find in the L2 cache what the first one read.
-    return _dense(model, gpu, on, name, call, rows, -(-rows // PADDED_ROWS), fp8_math)
-
-
-def padded_attention(model: Model, gpu: Gpu, on: Deployment, *, in_vllm: bool = False) -> Attention:
-    """FlashMLA: query rows on WGMMA's M in row tiles of 64; it multiplies an FP8 cache in FP8."""
-    tiles = -(-query_rows(model, on) // PADDED_ROWS)
-    name, call = "FlashMLA alone", gpu.padded
-    if in_vllm and gpu.padded_in_vllm:
-        name, call = "FlashMLA in vLLM", gpu.padded_in_vllm
-    return _dense(model, gpu, on, name, call, tiles * PADDED_ROWS, tiles, on.cache == "fp8")
+def dense_kernels(model: Model, gpu: Gpu, on: Deployment) -> dict[str, Attention]:
+    """Every kernel that was timed for this cache, and ETAP's."""
+    rows, tokens, layers = query_rows(model, on), -(-on.context // on.dcp), len(model.attention_layers)
+    calls = gpu.calls_of(on.cache, rows)
+    own = (ETAP, FP8_MATH) if on.cache == "fp8" else (ETAP,)
+    return {
+        kernel: attention(gpu, kernel, on.cache, rows, on.local_batch, tokens, call=calls.get(kernel), layers=layers)
+        for kernel in dict.fromkeys((*own, *calls))
+    }
 
 
 def _gemm_seconds(part: Weights, model: Model, gpu: Gpu, on: Deployment) -> float:
@@ -128,12 +145,33 @@ def _gemm_seconds(part: Weights, model: Model, gpu: Gpu, on: Deployment) -> floa
     return max(memory, 2 * tiled * touched * part.parameters / part.shards / rate)
 
 
+def _drafting_seconds(model: Model, gpu: Gpu, on: Deployment) -> float:
+    """Time of predicting one draft: the predicting layer's weights and the output head, for one token of a request.
+
+    Its attention is left out, and all of it for models whose predicting layers are not known.
+    """
+    alone, layers = replace(on, s_q=1), max(1, predicting_layers(model, on))
+    if not predicting_layers(model, on):
+        return 0.0
+    plain = {part.name: part.parameters for part in weights_of(model, alone)}
+    parts = [
+        replace(part, parameters=(part.parameters - plain.get(part.name, 0)) // layers)
+        if part.name != "output head"
+        else part
+        for part in weights_of(model, on)
+        if part.read_by_decode
+    ]
+    return sum(_gemm_seconds(part, model, gpu, alone) for part in parts) + LAYER_US / 1e6
+
+
 def rest_of_step_ms(model: Model, gpu: Gpu, on: Deployment) -> float:
-    """Time of a decode step without the attention kernel and without other requests' prefill."""
-    gemms = sum(_gemm_seconds(part, model, gpu, on) for part in weights_of(model, on) if part.read_by_decode)
+    """Time of a decode step without the attention kernel and without other requests' prefill; drafts come on top."""
+    parts = [part for part in weights_of(model, replace(on, s_q=1)) if part.read_by_decode]
+    gemms = sum(_gemm_seconds(part, model, gpu, on) for part in parts)
+    drafting = (on.s_q - 1) * _drafting_seconds(model, gpu, on)
     # Linear attention reads and writes its state.
     states = 2 * on.local_batch * state_bytes(model, replace(on, pp=1)) / gpu.sustained_bandwidth.value
-    return (gemms + states) * 1e3 + model.num_hidden_layers * LAYER_US / 1e3
+    return (gemms + drafting + states) * 1e3 + model.num_hidden_layers * LAYER_US / 1e3
 
 
 @dataclass(frozen=True)
@@ -201,24 +239,23 @@ class Plan:
 def make_dense_plan(model: Model, gpu: Gpu, on: Deployment, attention_share: float | None = None) -> Plan:
     """The plan of a model with dense attention.
 
-    A measured `attention_share` of attention in a step with a padded kernel replaces the estimate of the step's rest.
+    A measured `attention_share` of attention in a step with the fastest other kernel replaces the estimate of the rest.
     Raises ValueError, naming the argument, when the model cannot be served so or ETAP cannot run it.
     """
     check(model, on)
-    peers = [padded_attention(model, gpu, on)]
+    kernels = dense_kernels(model, gpu, on)
+    etap, fp8_math, *peers = kernels.pop(ETAP), kernels.pop(FP8_MATH, None), *kernels.values()
     rest: tuple[float, Status, float] = (rest_of_step_ms(model, gpu, on), "derived", gpu.longest_rest.value)
     if attention_share is not None:
         if not LEAST_SHARE <= attention_share <= MOST_SHARE:
             raise ValueError(f"attention_share: wanted {LEAST_SHARE} to {MOST_SHARE}, got {attention_share}")
-        rest = (peers[0].step_ms * (1 / attention_share - 1), "given", 1.0)
-    beside_bf16 = {}
-    if on.cache == "fp8":
-        plain = replace(on, cache="bfloat16")
-        beside_bf16 = {
-            "fp8_math": etap_attention(model, gpu, on, fp8_math=True, name="ETAP, FP8 math"),
-            "in_bf16": etap_attention(model, gpu, plain, name="ETAP, bf16 cache"),
-            "bf16_tokens": memory_of(model, gpu, plain).tokens,
-        }
-    elif gpu.padded_in_vllm:
-        peers.append(padded_attention(model, gpu, on, in_vllm=True))
-    return Plan(memory_of(model, gpu, on), etap_attention(model, gpu, on), tuple(peers), *rest, **beside_bf16)
+        if not peers:
+            raise ValueError(f"attention_share: wanted a GPU on which another kernel was timed, got {gpu.name}")
+        share_of = min(peer.step_ms for peer in peers)
+        rest = (share_of * (1 / attention_share - 1), "given", 1.0)
+    plan = Plan(memory_of(model, gpu, on), etap, tuple(peers), *rest, fp8_math=fp8_math)
+    if on.cache == "bfloat16":
+        return plan
+    plain = replace(on, cache="bfloat16")
+    in_bf16 = replace(dense_kernels(model, gpu, plain)[ETAP], kernel="ETAP, bf16 cache")
+    return replace(plan, in_bf16=in_bf16, bf16_tokens=memory_of(model, gpu, plain).tokens)

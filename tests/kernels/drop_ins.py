@@ -109,3 +109,12 @@ def check(out: torch.Tensor, lse: torch.Tensor, truth: tuple[torch.Tensor, torch
 def refused(kind: type[Exception], name: str):
     """Expects a refusal of this type that begins with the argument's name."""
     return pytest.raises(kind, match=f"^{re.escape(name)}(:|[' .])")
+
+
+def check_traced(call) -> None:
+    """torch.compile makes one graph of the call, for its sizes and for any, with the same bits."""
+    wanted = call()
+    for dynamic in None, True:
+        torch.compiler.reset()
+        got = torch.compile(call, backend="aot_eager", fullgraph=True, dynamic=dynamic)()
+        assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))

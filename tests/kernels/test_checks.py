@@ -396,6 +396,19 @@ def test_unsupported_problems_have_a_reason(why, name, value, got):
     assert reason.startswith(f"{name.replace('compute_c', 'compute c')} {got} is not supported")
 
 
+@pytest.mark.parametrize("why", [why_unsupported, why_unsupported_sparse])
+def test_types_have_names_and_other_arguments_of_a_wrong_type_are_refused_by_name(why):
+    assert why(dtype="bfloat16") is why(dtype="torch.bfloat16", kv_cache_dtype="torch.bfloat16") is None
+    assert why(dtype="float32").startswith("dtype float32 is not supported")
+    assert why(dtype="bf17").startswith("dtype bf17 is not supported")
+    wrong = {"dtype": 16, "kv_cache_dtype": 8, "num_heads": "16", "page_size": 64.5}
+    wrong = [*wrong.items(), *(("compute_capability", value) for value in ("9.0", 90, (9,), (9, "0")))]
+    for name, value in wrong:
+        with pytest.raises(TypeError, match=f"^{name}: wanted "):
+            why(**{"dtype": torch.bfloat16, name: value})
+    assert why(dtype="bfloat16", num_heads=2**40).startswith("num_heads 1099511627776 is not supported: wanted 1 to ")
+
+
 def test_a_bfloat16_cache_beside_fp8_queries_is_unsupported():
     reason = why_unsupported(dtype=torch.float8_e4m3fn, kv_cache_dtype="bfloat16")
     assert reason.startswith("kv_cache_dtype bfloat16 is not supported")

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from drop_ins import KINDS, SOFTMAX_SCALE, Drawn, both_devices, check, draw, refused
+from drop_ins import KINDS, SOFTMAX_SCALE, Drawn, both_devices, check, check_traced, draw, refused
 
 from etap_backend.compat import flash_attn_interface as fa3
 
@@ -361,10 +361,23 @@ def test_vllms_form_names_its_own_arguments():
 @pytest.mark.parametrize("kind, name, value", [
     (TypeError, "cache_seqlens", None), (ValueError, "cache_seqlens", torch.zeros(6)),
     (ValueError, "cache_seqlens", int32(1)), (ValueError, "max_seqlen_q", 0), (TypeError, "max_seqlen_q", None),
-    (TypeError, "num_heads_q", None), (NotImplementedError, "num_heads_kv", 8), (NotImplementedError, "headdim", 128),
+    (ValueError, "max_seqlen_q", 2**30), (ValueError, "num_heads_q", 2**40), (TypeError, "num_heads_q", None),
+    (NotImplementedError, "num_heads_kv", 8), (NotImplementedError, "headdim", 128),
     (NotImplementedError, "headdim_v", None), (NotImplementedError, "window_size", (3, 0)),
 ])  # fmt: skip
 def test_plans_are_refused_by_name(kind, name, value):
     given = {"max_seqlen_q": 1} | {name: value}
     with refused(kind, name):
         make().metadata(given.pop("max_seqlen_q"), **given)
+
+
+@both_devices
+@pytest.mark.parametrize("counts", [1, 3, (1,) * 6, (3, 1, 2, 4, 4, 3), (1, 1, 2, 1, 1, 40)])
+def test_torch_compile_leaves_no_graph_break_and_the_same_bits(device, counts):
+    """Lists on the host are read to check them, which a trace cannot."""
+    problem = make(counts=counts, device=device)
+    check_traced(lambda: problem.run(causal=True))
+    metadata = problem.metadata(max(problem.drawn.counts))
+    check_traced(lambda: problem.run(causal=True, scheduler_metadata=metadata))
+    if not isinstance(counts, int):
+        check_traced(lambda: problem.run_varlen(causal=True))

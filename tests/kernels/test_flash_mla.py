@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from drop_ins import FP8, KINDS, KV_SCALE, Q_SCALE, Drawn, both_devices, draw, refused
+from drop_ins import FP8, KINDS, KV_SCALE, Q_SCALE, Drawn, both_devices, check_traced, draw, refused
 from drop_ins import check as check_drawn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -641,3 +641,20 @@ def test_install_replaces_a_flash_mla_that_cannot_be_loaded(other, monkeypatch):
     monkeypatch.syspath_prepend(other)
     (other / "flash_mla/__init__.py").write_text("raise OSError('libcuda.so.1')")
     assert flash_mla.install(replace=True) is importlib.import_module("flash_mla") is flash_mla
+
+
+@both_devices
+@pytest.mark.parametrize("h_q, h_k, kind", [(16, 1, "bf16"), (6, 3, "fp8")])
+def test_torch_compile_leaves_no_graph_break_and_the_same_bits(device, h_q, h_k, kind):
+    problem = dense((700, 65), h_q, h_k, 2, kind, device)
+    ranges, splits = flash_mla.get_mla_decoding_metadata(problem.call["cache_seqlens"], 2 * h_q // h_k, h_k)
+    check_traced(lambda: problem.run(causal=True))
+    check_traced(lambda: problem.run(causal=True, tile_scheduler_metadata=ranges, num_splits=splits))
+    lists = torch.arange(2 * 2 * 64, dtype=torch.int32, device=device).view(2, 2, 64)
+    cache = torch.zeros(4, 64, 1, 576, dtype=torch.bfloat16, device=device)
+    q = torch.ones(2, 2, h_q, 576, dtype=torch.bfloat16, device=device)
+    check_traced(
+        lambda: flash_mla.flash_mla_with_kvcache(
+            q, cache, None, None, 512, flash_mla.get_mla_metadata()[0], indices=lists
+        )
+    )

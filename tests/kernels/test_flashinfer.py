@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from drop_ins import FP8, KINDS, KV_SCALE, WILD, Drawn, both_devices, check, draw, refused
+from drop_ins import FP8, KINDS, KV_SCALE, WILD, Drawn, both_devices, check, check_traced, draw, refused
 
 from etap_backend.compat import flashinfer
 from etap_backend.compat.flashinfer import LISTS, BatchMLAPagedAttentionWrapper
@@ -258,7 +258,9 @@ PLAN_REFUSALS = [
     (ValueError, "qo_indptr", {"qo_indptr": INT32 + 1}),
     *((NotImplementedError, "qo_indptr", {"qo_indptr": torch.tensor(one, dtype=torch.int32)})
       for one in ([0, 1, 3, 4, 5, 6], [0, 1, 1, 2, 3, 4], [0, 0, 2, 4, 6, 8])),
+    (ValueError, "qo_indptr", {"qo_indptr": torch.arange(len(LENGTHS) + 1, dtype=torch.int32) << 28}),
     (ValueError, "num_heads", {"num_heads": 0}),
+    (ValueError, "num_heads", {"num_heads": 2**40}),
     (ValueError, "page_size", {"page_size": 0}),
     *((NotImplementedError, name, {name: value}) for name, value in (
         ("head_dim_ckv", 256), ("head_dim_kpe", 0), ("causal", None), ("q_data_type", FP8), ("q_data_type", None),
@@ -340,3 +342,12 @@ def test_softmax_scales_are_numbers_of_float32(scale):
 def test_wrappers_are_refused_by_name(kind, name, wrong):
     with refused(kind, name):
         BatchMLAPagedAttentionWrapper(**{"float_workspace_buffer": torch.empty(64)} | wrong)
+
+
+@both_devices
+@pytest.mark.parametrize("kind", SERVED_KINDS)
+def test_torch_compile_leaves_no_graph_break_and_the_same_bits(device, kind):
+    problem = make(counts=2, kind=kind, device=device)
+    wrapper = problem.wrapper()
+    wrapper.plan(**problem.lists | problem.model)
+    check_traced(lambda: wrapper.run(**problem.call, return_lse=True))

@@ -7,11 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 
+from etap_backend import limits
 from etap_backend._library import library
 from etap_backend.cpu import dense as cpu_dense
 from etap_backend.cpu import sparse as cpu_sparse
 from etap_backend.reference import sparse_mla_decode_reference
-from etap_backend.sparse import sparse_decode_shape, sparse_workspace_floats
+from etap_backend.sparse import sparse_decode_shape, sparse_mla_decode, sparse_workspace_floats
 from support.cases import SOFTMAX_SCALE
 from support.sparse_cases import (
     CACHE_LAYOUTS,
@@ -172,8 +173,14 @@ def test_the_workspace_holds_two_partials_per_cta():
         floats = sparse_workspace_floats(heads, 132)
         assert floats == 2 * (132 // shape.row_groups) * shape.row_groups * shape.partial_floats
         assert floats >= 2 * (132 // shape.row_groups) * heads * 513
-    with pytest.raises(ValueError, match="^heads: wanted at least 1, got 0"):
-        sparse_workspace_floats(0, 132)
+    for heads in 0, 2**40, 2**64:
+        with pytest.raises(ValueError, match=f"^heads: wanted 1 to {limits.MAX_COUNT}, got {heads}$"):
+            sparse_workspace_floats(heads, 132)
+    with pytest.raises(ValueError, match=f"^num_sms: wanted 1 to {limits.MAX_SMS}, got"):
+        sparse_workspace_floats(16, 2**31)
+    with pytest.raises(ValueError, match=f"^q: wanted at most {limits.MAX_COUNT} heads, got"):
+        q = torch.empty(0, 2**40, 576, dtype=torch.bfloat16)
+        sparse_mla_decode(q, q.new_zeros(1, 1, 576), torch.empty(0, 1, dtype=torch.int32), softmax_scale=1)
     with pytest.raises(TypeError, match="^num_sms: wanted an int, got '7'"):
         sparse_workspace_floats(16, "7")
 

@@ -6,6 +6,7 @@ A plan may be 15% off a reading (WITHIN).
 from __future__ import annotations
 
 import json
+import os
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -41,10 +42,15 @@ def on(batch: int = 16, context: int = 16 * K, **other) -> Deployment:
     return Deployment(batch=batch, context=context, **other)
 
 
+def flashmla(made):
+    """The plan's FlashMLA."""
+    return next(peer for peer in made.peers if peer.kernel == "FlashMLA")
+
+
 def call_us(gpu, **deployment) -> tuple[float, float]:
-    """Expected microseconds of one call of ETAP and of the padded kernel."""
+    """Expected microseconds of one call of ETAP and of FlashMLA."""
     made = make_plan(R1, gpu, on(**deployment))
-    return made.etap.call_us, made.peers[0].call_us
+    return made.etap.call_us, flashmla(made).call_us
 
 
 @pytest.fixture
@@ -73,11 +79,59 @@ def etap_plan(capsys):
         ("kimi-k3", 2800),
         ("deepseek-v2-lite", 15.7),
         ("deepseek-v4-flash", 284),
+        ("kimi-linear", 49.1),
+        ("mistral-large-3", 673),  # 675 with its vision encoder of 2.5
     ],
 )
 def test_parameters(model, billions):
     """As the models' cards state them."""
     assert parameters_of(read_model(model)) / 1e9 == pytest.approx(billions, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    "model, billions, terabytes, cached", [("kimi-k2-thinking", 1026, 0.594, 61), ("ling-3.0-flash", 127, 0.254, 7)]
+)
+def test_checkpoints(model, billions, terabytes, cached):
+    """Kimi-K2-Thinking's experts have 4 bits and a scale per 32; 7 of Ling's 42 layers have a KV cache."""
+    read = read_model(model)
+    parts = [one for one in weights_of(read, on(gpus=1, tp=1, s_q=2)) if one.name != "attention, absorbed copy"]
+    assert sum(part.parameters for part in parts) / 1e9 == pytest.approx(billions, rel=0.01)
+    assert sum(part.bytes_per_gpu for part in parts) / 1e12 == pytest.approx(terabytes, rel=0.01)
+    assert len(read.attention_layers) == cached and memory_of(read, H200, on()).cache_per_token == cached * 1152
+
+
+@pytest.mark.parametrize(
+    "how, left_out, attention, expert",
+    [
+        ({"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True}, ["self_attn"], 2.0, 0.5 + 2.5 / 64),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 128}, None, 0.5 + 2 / 128, 0.5 + 2 / 128),
+        ({"quant_method": "gptq_marlin", "bits": 8, "group_size": -1}, None, 1 + 2 / 4096, 1 + 2 / 4096),
+    ],
+)
+def test_bytes_of_packed_weights(tmp_path, how, left_out, attention, expert):
+    quantization = how | {"modules_to_not_convert": left_out}
+    model = read_model(changed(tmp_path, quantization_config=quantization))
+    assert (model.attention_bytes, model.expert_bytes) == (pytest.approx(attention), pytest.approx(expert))
+    fewer = make_plan(model, H200, on()).rest_ms, make_plan(R1, H200, on()).rest_ms
+    assert how["bits"] == 8 or fewer[0] < fewer[1], "a step reads fewer bytes"
+
+
+@pytest.mark.parametrize(
+    "name, shipped",
+    [("ZAI-org/glm-5", "glm-5-fp8"), ("GLM-5.2", "glm-5.2"), ("moonshotai/Kimi-K2.5", "kimi-k2-thinking")],
+)
+def test_models_have_their_hubs_names_in_any_case(name, shipped):
+    assert read_model(name) == read_model(shipped) and read_gpu("h20-3E") == H20_141
+
+
+def test_the_outer_quantization_counts_where_the_text_models_is_null(tmp_path):
+    whole = json.loads((FOLDER / "models/deepseek-r1.json").read_text())
+    outside = {
+        "quantization_config": whole["quantization_config"],
+        "text_config": whole | {"quantization_config": None},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(outside))
+    assert read_model(str(tmp_path)) == R1
 
 
 def test_kimi_k3s_checkpoint():
@@ -159,15 +213,17 @@ def test_next_token_prediction_brings_a_layer():
 
 # Calls and steps
 
-CALLS = [  # H200 and H20 proxy: requests, thousands of tokens, query tokens, ETAP's and FlashMLA's microseconds
+# Requests, thousands of tokens and query tokens, ETAP's and FlashMLA's microseconds; H20s': the proxy's.
+CALLS = [
     (H200, 16, 16, 1, 71.4, 89.4),
     (H200, 16, 64, 1, 273.2, 305.0),
     (H200, 128, 4, 1, 136.8, 153.8),
-    (H20, 16, 16, 1, 86.8, 298.1),
-    (H20, 16, 64, 1, 315.8, 1130.5),
-    (H20, 128, 4, 1, 167.3, 589.5),
-    (H20, 16, 16, 2, 153.5, None),
-    (H20, 16, 16, 4, 306.5, None),
+    (H20_141, 16, 16, 1, 86.8, 298.1),
+    (H20_141, 16, 64, 1, 315.8, 1130.5),
+    (H20_141, 128, 4, 1, 167.3, 589.5),
+    (H20_141, 16, 16, 2, 153.5, None),
+    (H20_141, 16, 16, 4, 306.5, None),
+    (H20_141, 16, 64, 4, 1173.1, None),
 ]
 
 
@@ -177,10 +233,18 @@ def test_calls_are_as_measured(gpu, batch, context, s_q, etap, flashmla):
     assert expected[0] == close(etap) and (flashmla is None or expected[1] == close(flashmla))
 
 
-@pytest.mark.parametrize("gpu, batch, us, fp8_math_us", [(H20, 16, 348.3, 189.8), (H20, 32, 683.6, 369.0)])
+@pytest.mark.parametrize("gpu, batch, us, fp8_math_us", [(H20_141, 16, 348.3, 189.8), (H20_141, 32, 683.6, 369.0)])
 def test_calls_on_an_fp8_cache_are_as_measured(gpu, batch, us, fp8_math_us):
     made = make_plan(R1, gpu, on(batch, 64 * K, cache="fp8"))
     assert made.etap.call_us == close(us) and made.fp8_math.call_us == close(fp8_math_us)
+
+
+@pytest.mark.parametrize("s_q, flashmla_us, fp8_math_us", [(1, 182.0, 56.1), (4, 186.0, 177.6), (8, 357.9, 335.2)])
+def test_drafts_on_an_fp8_cache_are_as_measured(s_q, flashmla_us, fp8_math_us):
+    """The H20 proxy, 16 x 16K: with FP8 math ETAP is never behind FlashMLA, whatever the drafts."""
+    made = make_plan(R1, H20_141, on(cache="fp8", s_q=s_q))
+    assert flashmla(made).call_us == close(flashmla_us) and made.fp8_math.call_us == close(fp8_math_us)
+    assert made.best is made.fp8_math and made.gain.call > 1
 
 
 @pytest.mark.parametrize("s_q, ms", [(1, 0.601), (2, 0.606), (4, 0.614), (5, 1.168)])
@@ -203,15 +267,15 @@ def test_roofline_of_an_fp8_cache(gpu):
     in_fp8 = in_float16 * gpu.bf16_flops.value / gpu.fp8_flops.value
     assert made.etap.roofline_us == pytest.approx(max(memory, in_float16))
     assert made.fp8_math.roofline_us == pytest.approx(max(memory, in_fp8))
-    assert made.peers[0].roofline_us == pytest.approx(max(memory, 4 * in_fp8))
+    assert flashmla(made).roofline_us == pytest.approx(max(memory, 4 * in_fp8))
     assert made.in_bf16.roofline_us == pytest.approx(max(2 * memory, in_float16))
 
 
 def test_step_where_attention_takes_30_percent():
     """README of FlashMLA-ETAP: about 30% of a step at 16 x 16K; the step is 62 ms, and ETAP saves 11 ms of it."""
     made = make_plan(R1, H20, on(), attention_share=0.30)
-    etap, padded = made.step_with(made.etap), made.step_with(made.peers[0])
-    assert made.peers[0].step_ms == close(18.6), "FlashMLA at the paper's 30 TFLOP/s"
+    etap, padded = made.step_with(made.etap), made.step_with(flashmla(made))
+    assert flashmla(made).step_ms == close(18.6), "FlashMLA at the paper's 30 TFLOP/s"
     assert padded == close(62) and made.share == pytest.approx(0.30) and padded - etap == close(11)
     assert made.gain.lower == made.gain.upper == pytest.approx(padded / etap - 1), "a measured share has no range"
 
@@ -220,7 +284,7 @@ def test_step_where_attention_takes_30_percent():
 def test_step_of_sglang_on_h200(concurrency, tpot_ms):
     """InferenceX PR 870: R1 in FP8, TP8 on 8 x H200, SGLang 0.5.7, 1K in and out. The planner was fitted to these."""
     made = make_plan(R1, H200, on(concurrency, 3 * K // 2))
-    assert made.step_with(made.peers[0]) == close(tpot_ms)
+    assert made.step_with(flashmla(made)) == close(tpot_ms)
 
 
 RANKS_OF_EIGHT = replace(R1, num_attention_heads=64, intermediate_size=9216, moe_intermediate_size=1024)
@@ -233,16 +297,15 @@ RANKS_OF_EIGHT = replace(R1, num_attention_heads=64, intermediate_size=9216, moe
 def test_steps_at_full_depth(batch, context, etap_ms, flashmla_ms):
     """R1 on 4 x H200 as four ranks of eight, SGLang, experts drawn evenly. Nothing was fitted to it."""
     made = make_plan(RANKS_OF_EIGHT, H200, on(batch, context + 128, gpus=4, tp=4))
-    assert made.step_with(made.etap) == close(etap_ms) and made.step_with(made.peers[-1]) == close(flashmla_ms)
+    assert made.step_with(made.etap) == close(etap_ms) and made.step_with(flashmla(made)) == close(flashmla_ms)
 
 
 def test_a_gain_is_a_range_between_two_estimates_of_the_rest():
     made, of_share = make_plan(R1, H20_141, on()), make_plan(R1, H20_141, on(), attention_share=0.30)
-    assert made.gain.lower < made.gain.upper and made.gain.lower == pytest.approx(of_share.gain.upper, rel=0.01)
-    assert made.rest_ms * LONGEST_REST.value == pytest.approx(of_share.rest_ms, rel=0.01)
-    assert f"{percent(made.gain)}% more tokens/s than with FlashMLA alone" in verdict(made, H20_141)
-    alone, in_vllm = make_plan(R1, H200, on()).peers
-    assert (alone.kernel, in_vllm.kernel) == ("FlashMLA alone", "FlashMLA in vLLM")
+    assert made.gain.lower < made.gain.upper and made.gain.lower == pytest.approx(of_share.gain.upper, rel=0.05)
+    assert made.rest_ms * LONGEST_REST.value == pytest.approx(of_share.rest_ms, rel=0.05)
+    assert f"{percent(made.gain)}% more tokens/s than with FlashMLA" in verdict(made, H20_141)
+    assert {peer.kernel for peer in make_plan(R1, H200, on()).peers} == {"FlashMLA", "FA3", "FlashInfer"}
 
 
 @pytest.mark.parametrize("lower, upper, text", [(0.27, 0.441, "27 to 44"), (-0.004, -0.001, "0"), (0.014, 0.0141, "1")])
@@ -266,11 +329,12 @@ deployments = st.builds(
     tp=st.sampled_from([1, 2, 4, 8]),
     dp=st.sampled_from([1, 2]),
     pp=st.sampled_from([1, 2, 4]),
+    dcp=st.sampled_from([1, 2, 4, 8]),
     cache=st.sampled_from(["bfloat16", "fp8"]),
     context=st.integers(1, 131072),
     batch=st.integers(1, 512),
     s_q=st.integers(1, 4),
-).map(lambda where: replace(where, gpus=where.tp * where.dp * where.pp))
+).map(lambda where: replace(where, gpus=where.tp * where.dp * where.pp, dcp=min(where.dcp, where.tp)))
 models, gpus = st.sampled_from(DENSE).map(read_model), st.sampled_from(GPUS).map(read_gpu)
 
 
@@ -291,7 +355,7 @@ def test_more_work_never_takes_less(model, gpu, where, more_context, more_batch)
 def test_a_plan_is_consistent(model, gpu, where):
     made = make_plan(model, gpu, where)
     # The padded kernel multiplies an FP8 cache in FP8; with the same math ETAP has no more to do.
-    alike, padded = made.fp8_math or made.etap, made.peers[0]
+    alike, padded = made.fp8_math or made.etap, flashmla(made)
     assert alike.rows <= padded.rows and alike.roofline_us <= padded.roofline_us * (1 + 1e-9)
     assert 0 < made.share < 1 and made.gain.lower <= made.gain.upper
     upper = max(made.gain.lower, made.gain.upper, key=abs)
@@ -354,7 +418,10 @@ def linear(full_attention: list[int]) -> dict:
         (fp8(5), "quantization_config.weight_block_size"),
         (fp8([0, 128]), "quantization_config.weight_block_size.0"),
         (fp8([128]), "quantization_config.weight_block_size"),
-        ({"quantization_config": {"quant_method": "awq"}}, "quantization_config.quant_method"),
+        ({"quantization_config": {"quant_method": "bitsandbytes"}}, "quantization_config.quant_method"),
+        ({"quantization_config": {"quant_method": "awq", "bits": 3, "group_size": 128}}, "quantization_config.bits"),
+        ({"quantization_config": {"quant_method": "awq"}}, "bits"),
+        ({"model_type": "longcat_flash"}, "model_type"),
         ({"quantization_config": {"quant_method": "compressed-tensors"}}, "format"),
         (linear([4, 62]), "linear_attn_config.full_attn_layers"),
         (linear([4, 4]), "linear_attn_config.full_attn_layers"),
@@ -366,6 +433,7 @@ def linear(full_attention: list[int]) -> dict:
         ({"hidden_size": "7168"}, "hidden_size"),
         ({"kv_lora_rank": None}, "kv_lora_rank"),
         ({"index_topk": 2048}, "index_topk"),
+        ({"quantization_config": "fp8"}, "quantization_config"),
         ({"layer_types": ["full_attention"] * 60}, "layer_types"),
     ],
 )
@@ -380,13 +448,53 @@ def test_a_model_that_etap_refuses_has_no_plan(tmp_path, changes):
         make_plan(read_model(changed(tmp_path, **changes)), H20, on())
 
 
+@pytest.mark.parametrize("depth", [900, 960, 985, 10**5])
+def test_deeply_nested_json_is_refused(tmp_path, depth):
+    path = tmp_path / "nested.json"
+    path.write_text(f'{{"hidden_size": {"[" * depth}{"]" * depth}}}')
+    with pytest.raises(ValueError, match=r"^model: wanted a JSON file|^model: .*nested.json: hidden_size: wanted "):
+        read_model(str(path))
+
+
+def test_a_null_in_a_text_config_is_like_no_key(tmp_path):
+    inner = json.loads((FOLDER / "models/deepseek-r1.json").read_text())
+    outer = {"quantization_config": inner.pop("quantization_config"), "text_config": inner}
+    (tmp_path / "config.json").write_text(json.dumps(outer))
+    read = read_model(str(tmp_path))
+    inner["quantization_config"] = None
+    (tmp_path / "config.json").write_text(json.dumps(outer))
+    assert read_model(str(tmp_path)) == read and read.fp8_weights
+
+
+@pytest.fixture
+def not_root():
+    """Root may read everything."""
+    user = os.geteuid()
+    os.seteuid(user or 65534)
+    yield
+    os.seteuid(user)
+
+
+def test_a_path_below_a_closed_folder_is_refused(tmp_path, not_root):
+    folder = tmp_path / "closed"
+    if os.access(tmp_path, os.W_OK, effective_ids=True):
+        folder.mkdir(mode=0)
+    for read, argument in (read_model, "model"), (read_gpu, "gpu"):
+        with pytest.raises(ValueError, match=f"^{argument}: wanted a file that exists and can be read"):
+            read(f"{folder}/config.json")
+
+
 def test_a_wrong_gpu_file_is_refused_by_key(tmp_path):
     whole, path = json.loads((FOLDER / "hardware/h200.json").read_text()), tmp_path / "gpu.json"
     for value in (float("inf"), float("nan"), -1, 0, 1e300, "fast"):
         path.write_text(json.dumps(whole | {"bandwidth": {"value": value, "status": "given", "source": "x"}}))
         with pytest.raises(ValueError, match=r"^gpu: .*gpu.json: bandwidth\.value: wanted "):
             read_gpu(str(path))
-    for change, key in ({"cost": 3}, "cost"), ({"sms": None}, "sms"), ({"etap": {"factor": 1}}, "etap.fixed_us"):
+    for change, key in (
+        ({"cost": 3}, "cost"),
+        ({"sms": None}, "sms"),
+        ({"calls": [{"kernel": "etap", "kind": "fp8"}]}, "calls.0.rows"),
+    ):
         path.write_text(json.dumps(whole | change))
         with pytest.raises(ValueError, match=rf"^gpu: .*gpu.json: {key}: wanted "):
             read_gpu(str(path))
@@ -396,8 +504,8 @@ def test_a_wrong_gpu_file_is_refused_by_key(tmp_path):
 def test_every_number_of_a_gpu_says_what_it_is(name):
     gpu = read_gpu(name)
     assert gpu.name.lower() == name
-    known = [one for one in (*vars(gpu).values(), *gpu.sparse) if isinstance(one, (Figure, Call))]
-    assert len(known) >= 10
+    known = [one for one in (*vars(gpu).values(), *gpu.calls) if isinstance(one, (Figure, Call))]
+    assert len(known) >= 7 and bool(gpu.calls) != bool(gpu.calls_like)
     assert all(one.status in ("measured", "nominal", "derived") and one.source for one in known)
 
 
@@ -429,13 +537,30 @@ def test_the_engines_names_of_a_cache_are_known(etap_plan):
     assert all(etap_plan("--gpu", "H200", "--cache", name) == plain for name in ("bf16", "bfloat16"))
 
 
+def test_drafts_are_planned_beside_each_other(etap_plan):
+    """Each row is the plan of so many drafts, and a star is at the most tokens per second of each side."""
+    words = ("--kv-dtype", "fp8", "--drafts", "--acceptance", "0.8")
+    drafting = json.loads(etap_plan(*words, "--json"))["drafting"]
+    assert [row["drafts"] for row in drafting["rows"]] == list(range(8)) and drafting["source"] == "given"
+    third, made = drafting["rows"][2], make_plan(R1, H20_141, on(cache="fp8", s_q=3))
+    assert third["tokens_per_step"] == pytest.approx(1 + 0.8 + 0.64) and third["fits"]
+    assert third["etap"]["step_ms"] == pytest.approx(made.step_with(made.best))
+    assert third["peer"]["kernel"] == "FlashMLA" and third["gain"]["upper"] == pytest.approx(made.gain.upper)
+    assert third["etap"]["tokens_per_s"] == pytest.approx(16e3 * 2.44 / third["etap"]["step_ms"])
+    for side in ("etap", "peer"):
+        most = max(drafting["rows"], key=lambda row: row[side]["tokens_per_s"])
+        assert drafting["best"][side] == most["drafts"] > 0
+    assert "accepted with 0.71 where those before it are (3.20 tokens per step with 7 drafts" in etap_plan("--drafts")
+    assert "drafts cost nothing to make here" in etap_plan("kimi-k2", "--gpu", "H200", "--count", "16", "--drafts")
+
+
 def test_json_has_what_the_screen_has(etap_plan):
     text = etap_plan("kimi-k2", "--gpu", "H200", "--count", "16", "--tp", "8", "--pp", "2", "--json")
     document = json.loads(text)
     assert document["deployment"]["pp"] == 2 and document["memory"]["fits"] is True
     kernels, made = document["attention"], document["step"]
-    assert kernels["FlashMLA alone"]["step_with_ms"] > kernels["ETAP"]["step_with_ms"] > made["rest_ms"] > 0
-    assert made["gain_over"]["FlashMLA in vLLM"]["upper"] > made["gain"]["upper"] > made["gain"]["lower"]
+    assert kernels["FlashMLA"]["step_with_ms"] > kernels["ETAP"]["step_with_ms"] > made["rest_ms"] > 0
+    assert made["gain_over"]["FlashMLA"]["upper"] > made["gain"]["upper"] > made["gain"]["lower"]
     assert document["what_fits"][0]["gain"] == made["gain"]
     nothing = etap_plan("kimi-k2", "--gpu", "H100", "--cache", "fp8", "--context", "1M", "--json")
     assert json.loads(nothing)["memory"]["tokens"] == 0 and "Infinity" not in nothing and "NaN" not in nothing
@@ -445,7 +570,7 @@ def test_json_has_what_the_screen_has(etap_plan):
     "arguments, words",
     [
         (["--gpu", "A100"], "--gpu: wanted a file or one of h100, .*, got A100"),
-        (["--gpu", "mine.json"], "--gpu: wanted a file that exists, got mine.json$"),
+        (["--gpu", "mine.json"], "--gpu: wanted a file that exists and can be read, got mine.json$"),
         (["--context", "64Q"], "--context: wanted a number of tokens such as 4096, 4K or 1M, got '64Q'"),
         (["--context", "9" * 5000], "--context: wanted"),
         (["--batch", "1" + "0" * 400], "--batch: wanted"),
@@ -457,11 +582,17 @@ def test_json_has_what_the_screen_has(etap_plan):
         (["--count", "8", "--dp", "3"], "--count: wanted a multiple of --dp x --pp = 3, got 8"),
         (["--tp", "4"], "--count: wanted tp x dp x pp = 4, got 8"),
         (["--s-q", "0"], "--s-q: wanted"),
+        (["--s-q", str(2**31 - 1)], "--s-q x heads: wanted 1 to"),
         (["--cache", "fp8_e5m2"], "--kv-dtype: wanted .*, got fp8_e5m2"),
+        (["--acceptance", "0.5"], "--acceptance: wanted none without --drafts, got 0.5"),
+        (["--drafts", "--acceptance", "1.5"], "--acceptance: wanted 0 to 1, got 1.5"),
+        (["--drafts", "--attention-share", "0.3"], "--attention-share: wanted none beside --drafts, got 0.3"),
         (["--attention-share", "nan"], "--attention-share: wanted"),
         (["--utilization", "nan"], "--utilization: wanted"),
         (["no-one/no-model"], "model: wanted a file or one of deepseek-r1, .*, got no-one/no-model"),
-        (["./no-model"], "model: wanted a file that exists, got ./no-model$"),
+        (["./no-model"], "model: wanted a file that exists and can be read, got ./no-model$"),
+        (["x" * 5000], "model: wanted a file or one of .*, got x{200}[.]{3}$"),
+        (["--gpu", "/" + "x" * 5000], "--gpu: wanted a file that exists and can be read, got /x"),
         ([__file__], "model: wanted a JSON file, got .*test_plan.py"),
     ],
 )

@@ -18,7 +18,8 @@ from etap_backend.plan.files import shipped
 from etap_backend.plan.gpu import read_gpu
 from etap_backend.plan.memory import RESERVE_BYTES, memory_of, parameters_of, pool_of, weights_of
 from etap_backend.plan.model import read_model
-from etap_backend.plan.sparse import call_size, shipped_calls, sparse_attention, v4_lists
+from etap_backend.plan.sparse import call_size, v4_lists
+from etap_backend.plan.step import attention
 
 K = 1024
 V32, GLM5, GLM_FLASH = (read_model(name) for name in ("deepseek-v3.2", "glm-5-fp8", "glm-5.3-flash"))
@@ -210,39 +211,43 @@ def test_the_indexer_takes_at_least_its_products_or_its_keys():
     assert mixed.step_ms == pytest.approx(16 * 64 * K * (3 / 2 + 5) * 132 / H200.sustained_bandwidth.value * 1e3)
 
 
-CALLS = [  # heads, entries, bytes of a row; microseconds of ETAP and of FlashMLA, DeepSeek-V4's behind another kernel
-    (H200, 16, 32768, 656, 17.2, 35.2),
-    (H200, 16, 262144, 656, 57.9, 124.1),
-    (H20, 16, 65536, 656, 37.5, 127.7),
-    (H20, 16, 262144, 656, 116.8, 392.8),
-    (H200, 8, 10240, 584, 14.2, 19.8),
-    (H200, 8, 163840, 584, 46.3, 90.8),
-    (H20, 8, 40960, 584, 24.6, 66.8),
-    (H20, 8, 163840, 584, 74.3, 231.8),
+CALLS = [  # lists, heads, query tokens, entries of each; microseconds of ETAP and of FlashMLA
+    (H200, "sparse_fp8", 16, 16, 2048, 17.2, 35.2),
+    (H200, "sparse_fp8", 16, 128, 2048, 57.9, 124.1),
+    (H20_141, "sparse_fp8", 16, 32, 2048, 37.5, 127.7),
+    (H20_141, "sparse_fp8", 16, 128, 2048, 116.8, 392.8),
+    (H20_141, "sparse_fp8", 64, 128, 2048, 373.2, 380.5),
+    (H200, "v4", 8, 16, 640, 14.2, 19.8),
+    (H200, "v4", 8, 256, 640, 46.3, 90.8),
+    (H20_141, "v4", 8, 64, 640, 24.6, 66.8),
+    (H20_141, "v4", 8, 256, 640, 74.3, 231.8),
 ]
 
 
-@pytest.mark.parametrize("gpu, heads, entries, row_bytes, etap, flashmla", CALLS)
-def test_calls_are_as_measured(gpu, heads, entries, row_bytes, etap, flashmla):
-    """FlashMLA's times rise in steps, so that a line is up to 30% off."""
-    calls, row = shipped_calls(gpu, heads, True, row_bytes == 584), 512 if row_bytes == 584 else 576
-    for kernel, us, within in ("etap", etap, 0.24), ("FlashMLA", flashmla, 0.31):
-        made = sparse_attention(kernel, gpu, calls[kernel], heads, entries, row, row_bytes, 1)
+@pytest.mark.parametrize("gpu, kind, heads, tokens, entries, etap, flashmla", CALLS)
+def test_calls_are_as_measured(gpu, kind, heads, tokens, entries, etap, flashmla):
+    """Files of results/; DeepSeek-V4's calls behind another kernel."""
+    row = {"row": 512, "row_bytes": 584} if kind == "v4" else {"row_bytes": 656}
+    within = 0.15 if tokens * entries >= 64 * K else 0.3
+    for kernel, us in ("etap", etap), ("FlashMLA", flashmla):
+        call = gpu.calls_of(kind, heads)[kernel]
+        made = attention(gpu, kernel, kind, heads, tokens, entries, call=call, **row)
         assert made.call_us == pytest.approx(us, rel=within), kernel
 
 
 def test_heads_and_gpus_that_were_not_timed_say_so():
-    more = shipped_calls(H200, 32, False)["etap"]
+    more = H200.calls_of("sparse", 32)["etap"]
     assert more.status == "derived" and more.source.endswith("; as of 64 heads")
-    assert shipped_calls(H100, 16, False)["etap"].source.endswith("; as on an H200")
-    for gpu, fp8 in product(map(read_gpu, shipped("hardware")), (False, True)):
-        calls = shipped_calls(gpu, 16, fp8)
+    assert H100.calls_of("sparse", 16)["etap"].source.endswith("; as on an H200")
+    assert H200.calls_of("sparse", 256) == {}, "more heads than any that were timed"
+    for gpu, kind in product(map(read_gpu, shipped("hardware")), ("bfloat16", "fp8", "sparse", "sparse_fp8", "v4")):
+        calls = gpu.calls_of(kind, 16)
         assert "etap" in calls and len(calls) > 1, "a peer to compare with"
         assert all(call.status == "derived" for call in calls.values()) == (gpu.name != "H200")
 
 
 def test_without_a_timed_call_no_gain_is_told():
-    untimed = make_plan(V32, replace(H200, sparse=()), on())
+    untimed = make_plan(V32, replace(H200, calls=()), on())
     too_many_heads = make_plan(V4, H200, on_v4(gpus=2, tp=2, batch=1))
     for made in untimed, too_many_heads:
         assert made.etap.call is None and made.peers == () and made.gain is None
@@ -258,7 +263,8 @@ def test_steps_of_glm_5_with_drafts(batch, etap_ms, flashmla_ms):
     where = on(batch, 4 * K, s_q=2, cache="fp8", gpus=1, tp=1)
     made = make_plan(replace(GLM5, **rank), H200, where)
     assert made.step_with(made.etap) == pytest.approx(etap_ms, rel=0.15)
-    assert made.step_with(made.peers[0]) == pytest.approx(flashmla_ms, rel=0.15)
+    flashmla = next(peer for peer in made.peers if peer.kernel == "FlashMLA")
+    assert made.step_with(flashmla) == pytest.approx(flashmla_ms, rel=0.15)
 
 
 @pytest.mark.parametrize(

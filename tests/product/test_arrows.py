@@ -134,3 +134,22 @@ def test_the_package_and_its_command_line_wait_for_no_torch():
     )
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert run.stdout == "[] True\n"
+
+
+def test_beside_torch_the_package_costs_little_and_wants_no_temporary_folder(run_program):
+    """torch.compile's modules take longer to import than torch itself, and write to that folder."""
+    program = """
+import sys, tempfile, torch
+tempfile._candidate_tempdir_list = lambda: []
+before = set(sys.modules)
+import etap_backend, etap_backend.doctor
+from etap_backend.compat import flash_attn_interface, flash_mla, flashinfer
+for name in etap_backend.__all__:
+    getattr(etap_backend, name)
+new = {name for name in set(sys.modules) - before if name.startswith("torch")}
+schedule = etap_backend.DecodeSchedule(1, 1, device="cpu").build(torch.ones(1, dtype=torch.int32))
+q, table = torch.zeros(1, 1, 1, 576, dtype=torch.bfloat16), torch.zeros(1, 1, dtype=torch.int32)
+etap_backend.mla_decode(q, q, table, torch.ones(1, dtype=torch.int32), schedule, softmax_scale=1)
+print(sorted(new), "torch._dynamo" in sys.modules)
+"""
+    assert run_program(program)[0] == "[] False\n"

@@ -102,6 +102,23 @@ def test_a_reader_that_leaves_ends_a_command_silently(words):
     assert (run.returncode, run.stderr) == (141, "")
 
 
+@pytest.mark.parametrize("status, words", [(0, "configs"), (0, "--version"), (2, "nothing"), (2, "plan --tp 0")])
+def test_without_outputs_a_command_ends_with_its_status(status, words):
+    command = ["sh", "-c", 'exec "$@" >&- 2>&-', "sh", sys.executable, "-m", "etap_backend", *words.split()]
+    assert subprocess.run(command, cwd=HERE).returncode == status
+    command[2] = 'exec "$@" >&-'
+    errors = subprocess.run(command, cwd=HERE, capture_output=True, text=True).stderr
+    assert bool(errors) == bool(status) and "Traceback" not in errors
+
+
+@pytest.mark.parametrize("module", ["etap_backend", "etap_backend.cli"])
+def test_the_package_is_its_command(module):
+    run = subprocess.run([sys.executable, "-m", module, "configs"], capture_output=True, text=True)
+    assert run.returncode == 0 and "vllm serve --config FILE" in run.stdout
+    run = subprocess.run([sys.executable, "-m", module], capture_output=True, text=True)
+    assert run.returncode == 2 and run.stderr.startswith("usage: etap ")
+
+
 @pytest.mark.parametrize("command, module", [("demo", "torch"), ("plan", "torch")])
 def test_ctrl_c_ends_silently_also_while_a_library_is_imported(command, module, tmp_path):
     # This stands for the library, says when its import has begun, and takes long.
@@ -183,19 +200,76 @@ def test_the_doctor_without_a_gpu_says_what_is_missing_and_what_to_do(etap, no_g
 def test_the_doctor_on_a_gpu_is_content(etap):
     status, text, _ = etap("doctor")
     assert status == 0, text
-    assert re.search(r"GPU +ok .*driver +ok .*library +ok", text, re.DOTALL)
+    assert re.search(r"driver +ok .*GPU +ok .*library +ok", text, re.DOTALL)
+
+
+@pytest.fixture
+def driver(tmp_path, monkeypatch):
+    """Makes the libcuda.so.1 that programs load: it says this version, and runs this at cuInit."""
+
+    def make(version: int, init: str) -> None:
+        source = tmp_path / "libcuda.c"
+        source.write_text(
+            f"#include <unistd.h>\nint cuDriverGetVersion(int *version) {{ *version = {version}; return 0; }}\n"
+            f"int cuInit(unsigned flags) {{ {init}; }}\n"
+        )
+        library = tmp_path / "libcuda.so.1"
+        subprocess.run([os.environ.get("CC", "cc"), "-shared", "-fPIC", "-o", library, source], check=True)
+        monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path))
+        for tool in "nvidia-smi", "nvidia-debugdump":  # a driver is not judged by its tools
+            (tmp_path / tool).write_text("#!/bin/sh\nsleep 600\n")
+            (tmp_path / tool).chmod(0o755)
+        monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+
+    return make
 
 
 @pytest.mark.parametrize(
-    "version, verdict",
-    [("579.99.01", "BROKEN"), ("580", "OK"), ("590.1", "OK"), ("", "BROKEN"), ("No devices were found", "BROKEN")],
+    "version, status, verdict, found",
+    [
+        (12080, 0, "BROKEN", "CUDA 12.8"),
+        (12090, 100, "BROKEN", "CUDA 12.9"),
+        (13000, 0, "OK", "CUDA 13.0"),
+        (13010, 100, "OK", "CUDA 13.1"),
+        (13000, 804, "BROKEN", "cuInit fails with error 804"),
+    ],
 )
-def test_the_first_driver_that_runs_the_kernels_is_580(monkeypatch, tmp_path, version, verdict):
-    tool = tmp_path / "nvidia-smi"
-    tool.write_text(f"#!/bin/sh\necho {version}\n")
-    tool.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    assert doctor.check_driver().verdict is doctor.Verdict[verdict]
+def test_the_first_driver_that_runs_the_kernels_has_cuda_13(driver, version, status, verdict, found):
+    driver(version, f"return {status}")
+    finding = doctor.check_driver()
+    assert finding.verdict is doctor.Verdict[verdict] and found in finding.found
+
+
+def test_a_library_that_is_no_driver_is_none(driver, tmp_path):
+    driver(13000, "return 0")
+    (tmp_path / "libcuda.so.1").write_text("")
+    finding = doctor.check_driver()
+    assert finding.verdict is doctor.Verdict.BROKEN and "no driver" in finding.found
+
+
+def test_a_driver_that_hangs_ends_the_doctor(driver, etap, monkeypatch):
+    driver(13000, "sleep(600); return 0")
+    monkeypatch.setattr(doctor, "DRIVER_SECONDS", 2)
+    monkeypatch.setattr(doctor, "check_gpu", lambda: pytest.fail("torch would hang"))
+    status, text, _ = etap("doctor")
+    assert status == 1 and re.search(r"driver +broken +no answer after 2 s\n +reset", text)
+
+
+def test_a_probe_is_not_waited_for_after_its_time_whatever_it_started(plugin, entry_point, monkeypatch, tmp_path):
+    monkeypatch.setattr(doctor, "PROBE_SECONDS", 2)
+    child = f"sleep 20; touch {tmp_path}/waited"
+    endless = replace(plugin, probe=f"import subprocess\nsubprocess.run(['sh', '-c', {child!r}])")
+    assert doctor.check_plugin(endless).found.endswith("no answer after 2 s")
+    assert not (tmp_path / "waited").exists()
+
+
+@pytest.mark.parametrize("number, reason", [(0, "No module named 'vllm'"), (1, "this is a source tree")])
+def test_an_engine_is_imported_from_where_its_command_imports_it(number, reason, tmp_path, monkeypatch):
+    """`vllm` is a script; `python -m sglang.launch_server` begins with the working directory."""
+    probed = doctor.PLUGINS[number]
+    (tmp_path / f"{probed.engine.package}.py").write_text("raise RuntimeError('this is a source tree')")
+    monkeypatch.chdir(tmp_path)
+    assert reason in doctor._probe(probed)[0]
 
 
 @pytest.fixture(scope="module")
@@ -279,6 +353,19 @@ def test_a_missing_module_is_named_with_the_requirement_that_brings_it(monkeypat
     else:
         status, _, errors = etap("plan", "kimi-k2")
         assert status == 2 and errors.endswith(f"needs {module}, which is not installed: pip install '{requirement}'\n")
+
+
+@pytest.mark.parametrize("module", ["torch", "tvm_ffi"])
+@pytest.mark.parametrize("error", ["OSError('lib.so: cannot open')", "ImportError('lib.so: undefined symbol')"])
+def test_a_requirement_that_does_not_load_is_named_in_one_line(tmp_path, module, error):
+    (tmp_path / f"{module}.py").write_text(f"raise {error}")
+    if module == "tvm_ffi":
+        (tmp_path / "torch.py").write_text("version = __version__ = Tensor = Size = None")
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+    command = [sys.executable, "-m", "etap_backend", "doctor"]
+    run = subprocess.run(command, env=environment, cwd=HERE, capture_output=True, text=True)
+    assert run.returncode == 2 and run.stderr.count("\n") == 1
+    assert run.stderr.startswith(f"etap doctor: {module} is installed and does not load: lib.so")
 
 
 def test_the_package_refuses_unknown_names():

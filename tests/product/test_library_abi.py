@@ -12,7 +12,8 @@ from elftools.elf.dynamic import DynamicSection
 from elftools.elf.elffile import ELFFile
 from elftools.elf.gnuversions import GNUVerNeedSection, GNUVerSymSection
 
-from etap_backend import _library
+import etap_backend
+from etap_backend import _library, doctor
 from support import sass
 
 SYSTEM_LIBRARIES = re.compile(r"(libc|libm|libdl|librt|libpthread|libgcc_s|libstdc\+\+|ld-linux-x86-64)\.so\.\d+")
@@ -150,8 +151,42 @@ def fresh_loader():
 
 def test_a_missing_library_is_reported_with_what_to_do(fresh_loader, monkeypatch, tmp_path):
     monkeypatch.setenv(_library.PATH_VARIABLE, str(tmp_path / "nothing.so"))
-    with pytest.raises(ImportError, match="nothing.so: install the etap-backend wheel"):
+    with pytest.raises(ImportError, match="nothing.so: correct or unset ETAP_LIBRARY"):
         _library.library()
+    monkeypatch.setenv(_library.PATH_VARIABLE, "")
+    monkeypatch.setattr(etap_backend, "__path__", [str(tmp_path)])
+    monkeypatch.setattr(sys, "path", [])
+    with pytest.raises(ImportError, match=f"{tmp_path}/{_library.FILE}: install the etap-backend wheel"):
+        _library.library()
+
+
+@pytest.fixture
+def installed(tmp_path, monkeypatch) -> Path:
+    """The library in an installed distribution, and beside the imported sources none."""
+    library, path = _library.library_path(), tmp_path / "site/etap_backend" / _library.FILE
+    information = tmp_path / "site/etap_backend-1.0.dist-info"
+    path.parent.mkdir(parents=True)
+    path.symlink_to(library)
+    information.mkdir()
+    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: etap-backend\nVersion: 1.0\n")
+    monkeypatch.delenv(_library.PATH_VARIABLE, raising=False)
+    monkeypatch.setattr(etap_backend, "__path__", [str(tmp_path / "checkout/etap_backend")])
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    return path
+
+
+def test_sources_that_hide_the_installed_package_take_its_library(fresh_loader, installed):
+    """`python -m` puts the working directory, perhaps a checkout, before the installed packages."""
+    assert _library.library_path() == installed
+    finding = doctor.check_library()
+    assert finding.verdict is doctor.Verdict.OK and str(installed) in finding.found
+    assert "sources in" in finding.remedy
+
+
+def test_an_editable_install_has_its_library_in_another_folder_of_the_package(installed, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", [])
+    monkeypatch.setattr(etap_backend, "__path__", [str(tmp_path / "checkout"), str(tmp_path / "site/etap_backend")])
+    assert _library.library_path() == installed
 
 
 def test_a_file_that_is_no_library_is_reported(fresh_loader, monkeypatch, tmp_path):

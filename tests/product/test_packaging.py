@@ -249,6 +249,9 @@ def test_beside_torch_and_tvm_ffi_the_wheel_needs_nothing_for_its_own_commands(b
     assert plan_run.returncode == 0 and "With ETAP a step gives" in plan_run.stdout, plan_run.stderr
     assert etap(bare_environment, "configs").stdout.count(str(bare_environment)) == 32
     assert doctor_run.stderr + demo_run.stderr + plan_run.stderr == "", "such as a warning of a missing numpy"
+    python = [bare_environment / "bin/python", "-m", "etap_backend", "demo"]  # imports the sources in this checkout
+    run = subprocess.run(python, env={"PATH": os.environ["PATH"]}, cwd=ROOT, capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout + run.stderr
 
 
 def test_its_entry_points_name_what_is_in_it(wheel):

@@ -458,10 +458,26 @@ def test_the_workspace_is_that_of_the_tokens_that_need_most(heads, num_sms, monk
 
 
 def test_no_rows_and_no_multiprocessors_have_no_shape():
-    with pytest.raises(ValueError, match="rows: wanted at least 1, got 0"):
+    with pytest.raises(ValueError, match="rows: wanted 1 to .*, got 0"):
         decode_shape(0, 78)
-    with pytest.raises(ValueError, match="num_sms: wanted at least 1, got 0"):
+    with pytest.raises(ValueError, match="num_sms: wanted 1 to .*, got 0"):
         decode_shape(16, 0)
+
+
+@pytest.mark.parametrize("argument, most", [
+    ("max_batch", limits.MAX_COUNT), ("num_heads", limits.MAX_COUNT), ("max_s_q", limits.MAX_COUNT // 3),
+    ("num_sms", limits.MAX_SMS),
+])  # fmt: skip
+def test_counts_have_an_upper_bound(argument, most):
+    """The kernels count in 32 bits: a larger number would mean another one there."""
+    valid = {"max_batch": 1, "num_heads": 3, "max_s_q": 1, "num_sms": 8}
+    for value in 0, most + 1, 2**38 + 16, 2**64:
+        with pytest.raises(ValueError, match=f"^{argument}: wanted 1 to {most}, got {value}$"):
+            DecodeSchedule(**valid | {argument: value}, device="cpu")
+        with pytest.raises(ValueError, match=f"^{argument}: wanted 1 to {most}, got {value}$"):
+            DecodeSchedule.workspace_floats(**valid | {argument: value})
+    largest = DecodeSchedule(**valid | {"num_heads": limits.MAX_COUNT}, device="cpu")
+    assert largest.shape(1).row_groups == limits.MAX_COUNT // 64
 
 
 def test_python_and_library_have_the_same_constants():

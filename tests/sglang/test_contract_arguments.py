@@ -58,6 +58,7 @@ MTP = (
     "--speculative-algorithm", "EAGLE", "--speculative-num-steps", 3, "--speculative-eagle-topk", 1,
     "--speculative-num-draft-tokens", 4,
 )  # fmt: skip
+TREE = ("--speculative-eagle-topk", 2)
 NGRAM = ("--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", 4)
 DRAFT_BACKEND = "--speculative-draft-attention-backend"
 DETERMINISTIC = "--enable-deterministic-inference"
@@ -181,10 +182,10 @@ def test_etap_may_be_the_default_on_all_ranks(resolve, auto, lines, model, wante
     assert lines == [f"{AUTO}etap"]
 
 
-@pytest.mark.parametrize("wish", [None, "0"])
+@pytest.mark.parametrize("wish", [None, "", "0"])
 def test_it_is_not_by_itself(resolve, lines, monkeypatch, wish):
     monkeypatch.delenv("ETAP_AUTO", raising=False)
-    if wish:
+    if wish is not None:
         monkeypatch.setenv("ETAP_AUTO", wish)
     assert resolve().attention_backend == "fa3" and not lines
     assert kernels(resolve(model="V3.2")) == ("dsa", "flashmla_sparse", "fa3")
@@ -217,7 +218,7 @@ def test_a_separate_draft_model_and_other_gpus_fall_to_sglangs_default(resolve, 
     assert "speculative_draft_model_path" in lines[0] and "compute capability 8.0" in lines[1]
 
 
-@pytest.mark.parametrize("wish", ["", "yes", "2"])
+@pytest.mark.parametrize("wish", [" ", "yes", "2"])
 def test_other_values_are_refused_by_name(resolve, monkeypatch, wish):
     monkeypatch.setenv("ETAP_AUTO", wish)
     with pytest.raises(ValueError, match="ETAP_AUTO"):
@@ -304,6 +305,7 @@ def test_prefill_has_the_cuda_graph_that_it_has_with_flash_attention(resolve, ca
     ("dense", ("--dtype", "float32"), "dtype float32"),
     ("dense", ("--kv-cache-dtype", "fp8_e5m2"), "kv_cache_dtype fp8_e5m2"),
     ("dense", NGRAM, "speculative algorithm NGRAM"),
+    *((model, (*MTP, *TREE), "speculative_eagle_topk 2") for model in ("dense", "V3.2")),
     ("dense", PREFILL_CP, "enable_prefill_cp"),
     ("dense", (DETERMINISTIC, "--kv-cache-dtype", "fp8_e4m3"), "enable_deterministic_inference"),
     ("dense", (DETERMINISTIC, *DCP), "enable_deterministic_inference"),

@@ -1,0 +1,235 @@
+"""Compares `etap plan` with the measured calls that it is fitted to, and fits it again.
+
+    python -m bench.qualify.plan_agreement [RESULTS]           # a table, and the rows beyond the bounds
+    python -m bench.qualify.plan_agreement [RESULTS] --fit     # the calls of configs/hardware again, then the table
+
+RESULTS is a folder of files that `python -m bench kernels` wrote, results/ by default. Files of an H200 and of the H20
+proxy are fitted; an H100's, which uses the H200's fits, is only compared. A release runs it: neither needs a GPU.
+
+A call of ETAP, and of the fastest other kernel of a row, may be 15% off where it has at least 65,536 cache rows (16
+requests of 4K), 30% where it has fewer; other kernels, which no advice rests on, 25% and 50%. The kernel that the plan
+calls faster must be the faster one, unless the two are within 6% when measured. The exit status is 1 otherwise. ODD
+and STEPS name what is left out, and why.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Annotated
+
+import numpy
+import typer
+
+from bench.common.results import read_json
+from etap_backend.config_list import FOLDER
+from etap_backend.limits import V4_ROW_BYTES
+from etap_backend.plan.files import CACHE_BYTES
+from etap_backend.plan.gpu import Call, Gpu, numbers, read_gpu
+from etap_backend.plan.step import ETAP, FP8_MATH, Attention, attention
+
+GPUS = {"H20 proxy": "H20-141G", "H200": "H200", "H100": "H100"}
+FITTED = ("H200", "H20-141G")
+OWN = (ETAP, FP8_MATH)
+PEERS = ("FlashMLA", "FA3", "FlashInfer")
+IN_BF16 = "etap-bf16"  # in a grid of an FP8 cache
+BIG, MOST_ROWS = 65536, 2**22  # no GPU holds more cache rows of a model's layers, and nothing is fitted there
+SURE, SLOWER, TIE = (0.15, 0.30), (0.25, 0.50), 0.06
+ODD = {("H20-141G", kind, rows, 8, 2048.0) for kind in ("sparse", "sparse_fp8") for rows in (8, 16)}
+"""Shapes on which ETAP took longer than on twice as many query tokens: no fit has them, and nothing is judged there."""
+STEPS = {
+    *(("H200", "bfloat16", 64, *of) for of in ((1, 4096.0), (4, 128.0), (32, 128.0))),
+    *(("H200", "bfloat16", 128, *of) for of in ((4, 32768.0), (64, 2048.0))),
+    *(("H200", "bfloat16", 32, *of) for of in ((128, 2048.0), (256, 2048.0), (256, 4096.0))),
+    *(("H200", "v4", heads, 64, 128.0) for heads in (8, 16)),
+}
+"""Shapes next to a step in another kernel's time that the fits do not follow; they are not judged."""
+FORMS = ((0, 1), (0, 1, 2), (0, 1, 4), (0, 1, 2, 3, 4), (0, 1, 2, 3, 4, 5, 6))
+"""Costs of a Call; the first that are near enough are taken."""
+COSTS = ("fixed_us", "factor", "request_us", "full_factor", "wave_factor", "split_us", "combine_us")
+POWERS, NEAR_ENOUGH = {8: 60, 0: 400}, 0.9
+"""Rounds of a fit by its power: a mean of powers of the distances, or with 0 the greatest distance (Lawson's fit)."""
+LONGEST = (0.0, 0.3, 0.35, 0.4, 0.5, 0.6, 0.65, 0.7, 0.8, 0.9)
+
+
+@dataclass(frozen=True)
+class Timed:
+    """One measured call."""
+
+    gpu: str
+    kernel: str
+    kind: str
+    rows: int
+    requests: int
+    tokens: float
+    us: float
+    file: str
+
+    @property
+    def shape(self) -> tuple:
+        return self.gpu, self.kind, self.rows, self.requests, self.tokens
+
+    @property
+    def big(self) -> bool:
+        return self.requests * self.tokens >= BIG
+
+    def planned(self, gpu: Gpu, call: Call | None) -> Attention:
+        row = {"row": 512, "row_bytes": V4_ROW_BYTES} if self.kind == "v4" else {}
+        row = {"row_bytes": 656} if self.kind == "sparse_fp8" else row
+        return attention(gpu, self.kernel, self.kind, self.rows, self.requests, self.tokens, call=call, **row)
+
+
+def timed_calls(folder: Path) -> list[Timed]:
+    """All measured calls that the plan knows, in the files of a folder. Raises ValueError where it has none."""
+    found = []
+    for path in sorted(folder.glob("*.json")):
+        document = read_json(path)
+        if not isinstance(document, dict) or not str(document.get("kind")).startswith("bench"):
+            continue
+        gpu = next((plan for name, plan in GPUS.items() if name in document["gpu"]), None)
+        if gpu is not None and not document["libraries"]:
+            found += [one for row in document["rows"] for one in _of_row(row, gpu, document["kind"], path.name)]
+    if not found:
+        raise ValueError(f"RESULTS: wanted a folder with files of `python -m bench kernels`, got {folder}")
+    return found
+
+
+def _of_row(row: dict, gpu: str, form: str, file: str) -> list[Timed]:
+    """Its kernels; of DeepSeek-V4 their times behind another kernel, which differ less, where there are such."""
+    fp8, lists = row["kv_dtype"] == "fp8", form == "bench-sparse"
+    kind = ("sparse_fp8" if fp8 else "sparse") if lists else "fp8" if fp8 else "bfloat16"
+    kind = "v4" if row.get("window") else kind
+    heads = row["heads"] * (1 if lists else row["s_q"])
+    found = []
+    for name, result in row["results"].items():
+        if name not in (*OWN, *PEERS, IN_BF16) or not result.get("us") or row["tokens"] > MOST_ROWS:
+            continue
+        us = result.get("behind", result)["us"] if kind == "v4" else result["us"]
+        what = (ETAP, "bfloat16") if name == IN_BF16 else (name, kind)
+        found.append(Timed(gpu, *what, heads, row["batch"], row["tokens"] / row["batch"], us, file))
+    return found
+
+
+def _costs(
+    columns: numpy.ndarray, us: numpy.ndarray, weights: numpy.ndarray, power: int
+) -> tuple[float, numpy.ndarray]:
+    """Costs >= 0 with small weighted relative distances, by `power` (POWERS), and the greatest of these distances."""
+    kept, scale = list(range(columns.shape[1])), weights / us
+    while True:
+        by, best = numpy.ones(len(us)), (numpy.inf, numpy.inf, numpy.zeros(len(kept)))
+        for _ in range(POWERS[power]):
+            half = scale * numpy.sqrt(by)
+            costs = numpy.linalg.lstsq(columns[:, kept] * half[:, None], us * half, rcond=None)[0]
+            off = numpy.abs(columns[:, kept] @ costs - us) * scale
+            aim = numpy.mean((off / 10) ** power) if power else off.max()
+            best = min(best, (aim, off.max(), costs), key=lambda one: one[0])
+            near = (off + 0.02) / (off.max() + 0.02)
+            by = numpy.sqrt(by * near ** (power - 2)) if power else by * near  # whole steps of a power would swing
+            by = by / by.mean() + 1e-12
+        least = min(zip(best[2], kept, strict=True))
+        if least[0] >= 0:
+            costs = numpy.zeros(columns.shape[1])
+            costs[kept] = best[2]
+            return best[1], costs
+        kept.remove(least[1])
+
+
+def fitted(gpu: Gpu, group: list[Timed]) -> Call:
+    """One kernel's costs for one number of rows, from all of its measured calls."""
+    us, weights = numpy.array([one.us for one in group]), numpy.array([1 / SURE[not one.big] for one in group])
+    plain = [one.planned(gpu, None) for one in group]
+    serial = group[0].kind in CACHE_BYTES and group[0].kernel in PEERS[1:]
+    forms = [form for form in FORMS if form == FORMS[0] or len(group) > 5 and len(group) >= 2 * len(form)]
+    best: tuple[float, float, tuple[int, ...], numpy.ndarray] | None = None
+    at = ()
+    for power, form, longest in product(POWERS, forms, LONGEST if serial else LONGEST[:1]):
+        if best and best[0] <= NEAR_ENOUGH and (power, form) != at:
+            break
+        at = power, form
+        columns = numpy.array([numbers(one.roofline_us, one.load, longest) for one in plain])[:, form]
+        worst, costs = _costs(columns, us, weights, power)
+        if best is None or worst < best[0]:
+            best = worst, longest, form, costs
+    assert best is not None
+    _, longest, form, costs = best
+    values = {COSTS[number]: round(float(cost), 3) for number, cost in zip(form, costs, strict=True) if cost >= 5e-4}
+    proxy = "; an H200 throttled to an H20's rates, not an H20" if gpu.name.startswith("H20-") else ""
+    one, files = group[0], ", ".join(sorted({one.file for one in group}))
+    source = f"{len(group)} calls in {files}{proxy}"
+    status = "derived" if proxy else "measured"
+    more = {"longest_us": float(longest)} if longest else {}
+    values = {"fixed_us": 0.0, "factor": 0.0} | values | more
+    return Call(kernel=one.kernel, kind=one.kind, rows=one.rows, **values, status=status, source=source)  # type: ignore[arg-type]
+
+
+def fit(calls: list[Timed]) -> None:
+    """Write the calls of configs/hardware again. 48 rows are computed in tiles of 64 or 16, and follow the next fit."""
+    for name in FITTED:
+        gpu, groups = read_gpu(name), {}
+        for one in calls:
+            if one.gpu == name and one.rows != 48 and one.shape not in ODD:
+                groups.setdefault((one.kind, one.rows, (*OWN, *PEERS).index(one.kernel)), []).append(one)
+        lines = []
+        for key in sorted(groups):
+            call = fitted(gpu, groups[key])
+            kept = {field: value for field, value in vars(call).items() if value or field in ("fixed_us", "factor")}
+            lines.append(json.dumps(kept))
+        path = FOLDER / "hardware" / f"{name.lower()}.json"
+        head = [
+            line for line in path.read_text().splitlines() if not line.startswith(("    {", '  "calls"', "  ]", "}"))
+        ]
+        path.write_text("\n".join([*head, '  "calls": [', *(f"    {line}," for line in lines)])[:-1] + "\n  ]\n}\n")
+
+
+def compared(calls: list[Timed]) -> tuple[list[str], list[str]]:
+    """A line per call, and the lines of those beyond the bounds."""
+    lines, beyond, shapes = [], [], {}
+    for one in calls:
+        gpu = read_gpu(one.gpu)
+        plan = one.planned(gpu, gpu.calls_of(one.kind, one.rows).get(one.kernel))
+        shapes.setdefault(one.shape, []).append((one, plan.call_us))
+    for shape, group in shapes.items():
+        fastest = min((one.us for one, _ in group if one.kernel in PEERS), default=0.0)
+        for one, us in group:
+            near, far = SURE if one.us <= fastest or one.kernel in OWN else SLOWER
+            ratio = us / one.us
+            where = f"{one.gpu} {one.kind} {one.rows} rows, {one.requests} x {one.tokens:g}"
+            line = f"{one.file:32} {where:48} {one.kernel:14} {one.us:9.1f} {us:9.1f} {ratio:6.2f}"
+            lines.append(line)
+            if abs(ratio - 1) > (near if one.big else far) and shape not in ODD | STEPS:
+                beyond.append(line)
+        beyond += _wrong_sign(shape, group)
+    return lines, beyond
+
+
+def _wrong_sign(shape: tuple, group: list[tuple[Timed, float]]) -> list[str]:
+    """A line where the plan advises the slower of ETAP, with its faster math, and the fastest other kernel."""
+    sides = [[(one.us, us) for one, us in group if (one.kernel in OWN) is own] for own in (True, False)]
+    if not all(sides) or shape in ODD | STEPS:
+        return []
+    measured, planned = (min(us[part] for us in sides[1]) / min(us[part] for us in sides[0]) for part in (0, 1))
+    wrong = abs(measured - 1) > TIE and (measured > 1) != (planned > 1)
+    return [f"wrong advice: {shape}: the other kernel takes {measured:.2f}, planned {planned:.2f}"] if wrong else []
+
+
+def main(
+    results: Annotated[Path, typer.Argument(help="folder of measured files", file_okay=False)] = Path("results"),
+    fit_again: Annotated[bool, typer.Option("--fit", help="write the fits of configs/hardware")] = False,
+) -> None:
+    """Compare measured calls with `etap plan`."""
+    try:
+        calls = timed_calls(results)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    if fit_again:
+        fit(calls)
+    lines, beyond = compared(calls)
+    head = f"{'file':32} {'call':48} {'kernel':14} {'measured':>9} {'planned':>9} {'ratio':>6}"
+    typer.echo("\n".join([head, *lines, f"{len(lines)} calls, {len(beyond)} beyond the bounds", *beyond]))
+    raise typer.Exit(bool(beyond))
+
+
+if __name__ == "__main__":
+    typer.run(main)
