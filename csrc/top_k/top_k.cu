@@ -108,7 +108,7 @@ struct Keys {
     CUTE_UNROLL
     for (int j = 0; j < kVectors; ++j) {
       if (first + j >= row.end) continue;
-      if (!row.whole(first + j)) logits[j] = row.load_parts(first + j);
+      if (!row.whole(anew(first) + j)) logits[j] = row.load_parts(anew(first) + j);
       held[j] = {key_of(logits[j].x), key_of(logits[j].y), key_of(logits[j].z), key_of(logits[j].w)};
     }
   }
@@ -177,8 +177,8 @@ CUTE_DEVICE void find_bin(Shared& shared, const Search& search, int ctas, int ra
   const int lane = lane_id();
   int group_sum = 0, group_lower = 0;
   shared.sums_came.wait(parity);
-  CUTE_UNROLL
-  for (int cta = 0; cta < kMostCtas; ++cta) {
+#pragma unroll 1
+  for (int cta = 0; cta < ctas; ++cta) {
     const int sum = cta < ctas ? shared.groups[cta][lane] : 0;
     group_sum += sum;
     group_lower += cta < rank ? sum : 0;
@@ -193,7 +193,7 @@ CUTE_DEVICE void find_bin(Shared& shared, const Search& search, int ctas, int ra
 
   FourBins bins;
   shared.bins_came.wait(parity);
-#pragma unroll 2
+#pragma unroll 1
   for (int cta = 0; cta < ctas; ++cta) bins.add(shared.group_bins[cta][lane], cta < rank);
   int lane_above;
   const int holder = lane_reaching(bins.sums[0] + bins.sums[1] + bins.sums[2] + bins.sums[3], search.wanted - above, lane_above);
