@@ -8,6 +8,7 @@ import sys
 COMMANDS = {
     "kernels": "bench.kernels.command:main",
     "report": "bench.report:main",
+    "top-k": "bench.kernels.top_k:main",
     "release": "bench.release:main",
     "answers": "bench.servers.answers:main",
     "soak": "bench.servers.soak:main",

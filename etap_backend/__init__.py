@@ -19,6 +19,7 @@ __all__ = [
     "mla_decode",
     "reference",
     "sparse_mla_decode",
+    "sparse_top_k",
     "sparse_workspace_floats",
     "why_unsupported",
     "why_unsupported_sparse",
@@ -29,6 +30,7 @@ _MODULES = {
     "DecodeSchedule": "etap_backend.schedule",
     "mla_decode": "etap_backend.dense",
     "sparse_mla_decode": "etap_backend.sparse",
+    "sparse_top_k": "etap_backend.top_k",
     "sparse_workspace_floats": "etap_backend.sparse",
     "why_unsupported": "etap_backend.limits",
     "why_unsupported_sparse": "etap_backend.limits",
@@ -40,6 +42,7 @@ if TYPE_CHECKING:
     from etap_backend.limits import why_unsupported, why_unsupported_sparse
     from etap_backend.schedule import BuiltSchedule, DecodeSchedule
     from etap_backend.sparse import sparse_mla_decode, sparse_workspace_floats
+    from etap_backend.top_k import sparse_top_k
 else:
 
     def __getattr__(name: str) -> object:

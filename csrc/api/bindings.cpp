@@ -3,12 +3,10 @@
 #include <tvm/ffi/container/array.h>
 #include <tvm/ffi/container/map.h>
 #include <tvm/ffi/container/tuple.h>
-#include <tvm/ffi/extra/c_env_api.h>
 #include <tvm/ffi/function.h>
 #include <tvm/ffi/string.h>
 
-#include <atomic>
-
+#include "api/on_device.h"
 #include "api/sparse_call.h"
 #include "combine/combine.h"
 #include "schedule/policies.h"
@@ -24,60 +22,6 @@ using tvm::ffi::String;
 using tvm::ffi::Tuple;
 
 constexpr int64_t kAbiVersion = 14;
-
-// Makes the tensors' device current for the launches of one call.
-class DeviceGuard {
- public:
-  explicit DeviceGuard(int device) {
-    // The driver's functions need the device's context in this thread, where a first cudaSetDevice puts it.
-    thread_local bool has_context = false;
-    ETAP_CUDA_CHECK(cudaGetDevice(&previous_));
-    changed_ = device != previous_;
-    if (changed_ || !has_context) ETAP_CUDA_CHECK(cudaSetDevice(device));
-    has_context = true;
-  }
-  ~DeviceGuard() {
-    if (changed_) cudaSetDevice(previous_);
-  }
-
- private:
-  int previous_ = 0;
-  bool changed_ = false;
-};
-
-cudaStream_t current_stream(DLDevice device) {
-  return static_cast<cudaStream_t>(TVMFFIEnvGetStream(device.device_type, device.device_id));
-}
-
-// Asks the driver once for each device.
-void check_hopper(const char* name, DLDevice device) {
-  static std::atomic<uint64_t> known{0};
-  if (device.device_type != kDLCUDA) {
-    TVM_FFI_THROW(ValueError) << name << ": wanted a tensor on a CUDA device, got one on " << text(device);
-  }
-  const uint64_t bit = uint64_t(1) << (device.device_id % 64);
-  if (known.load(std::memory_order_relaxed) & bit) return;
-  int major = 0, minor = 0;
-  ETAP_CUDA_CHECK(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device.device_id));
-  ETAP_CUDA_CHECK(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device.device_id));
-  if (major != 9 || minor != 0) {
-    TVM_FFI_THROW(ValueError) << name << ": wanted a tensor on a Hopper GPU (compute capability 9.0), got one on "
-                              << text(device) << " with compute capability " << major << "." << minor;
-  }
-  known.fetch_or(bit, std::memory_order_relaxed);
-}
-
-// Launches on a tensor's device and the caller's stream of it; launch(stream). CUDA's errors become exceptions of Python.
-template <class Launch>
-void on_device(const char* name, DLDevice device, Launch&& launch) {
-  try {
-    check_hopper(name, device);
-    const DeviceGuard guard(device.device_id);
-    launch(current_stream(device));
-  } catch (const std::runtime_error& error) {
-    TVM_FFI_THROW(RuntimeError) << error.what();
-  }
-}
 
 // fixed_splits: the most of a request where its length alone decides, and then the next three mean nothing; 0: the batch does.
 #define ETAP_SCHEDULE_ARGUMENTS(ARGUMENT) \

@@ -40,6 +40,7 @@ SOURCES = {
     "marked_sparse": HERE / "marked_sparse.cu",
     "schedule": CSRC / "schedule" / "schedule.cu",
     "combine": CSRC / "combine" / "combine.cu",
+    "top_k": CSRC / "top_k" / "top_k.cu",
 }
 SHIPPED = (*DECODES, "combine")  # the library's kernels
 MARKED = ("marked", "combine")  # the kernels for planted faults
@@ -330,3 +331,21 @@ def run_schedule(
     Kernel(module("schedule"), name).launch((1, 1), SCHEDULE_THREADS, 0, [params], memory)
     work_ranges.copy_(copies["work_ranges"])
     split_offsets.copy_(copies["split_offsets"])
+
+
+def run_top_k(logits, lengths, block_table, out, page_size: int, num_sms: int, early_lengths=False, **how) -> set[int]:
+    """The top-k kernel, as the library launches it; fills `out` and returns the segments that ran."""
+    memory = Memory()
+    tensors = dict(logits=logits, lengths=lengths, block_table=block_table, out=out)
+    copies = placed(memory, tensors)
+    blocks, cluster, threads, params = library().top_k_launch(*copies.values(), page_size, num_sms, early_lengths)
+    memory.late = every_byte(copies, besides=("lengths",) if early_lengths else ())
+    kernel = top_k_kernel()
+    ran = kernel.launch((blocks, 1), threads, 0, [bytes(params)], memory, cluster=cluster, **how)
+    out.copy_(copies["out"])
+    return ran
+
+
+def top_k_kernel() -> Kernel:
+    (name,) = module("top_k").names.values()
+    return kernel_of("top_k", name, None)

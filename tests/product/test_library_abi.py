@@ -24,6 +24,7 @@ BOUND = {
     *("build_schedule", "check_decode", "decode", "decode_launches"),
     *("check_sparse_decode", "sparse_decode", "sparse_decode_launches"),
     *("sparse_decode_shape", "sparse_pieces"),
+    *("check_top_k", "top_k", "top_k_launch"),
 }
 
 

@@ -21,6 +21,7 @@ class Translator:
     def __init__(self, entry: Entry):
         self.entry = entry
         helpers = (_fma, _ftz, _shl, _shr, _div, _rem, _mul_wide, _mul_hi, _bfi, _prmt)
+        helpers += (_popc, _clz, _brev, _bfind_shift)
         helpers += (formats.pack2, formats.multiply_bf16x2, formats.fma_bf16x2, formats.f32_to_bf16)
         self.names = {f.__name__: f for f in helpers} | {dtype.name: dtype for dtype in DTYPES.values()}
         self.names |= {"np": np, "where": np.where, "E4M3": formats.E4M3}
@@ -182,6 +183,27 @@ def _prmt(a, b, selector):
     return np.ascontiguousarray(np.where(nibbles >= 8, sign, picked)).view(np.uint32)[:, 0]
 
 
+def _bit_table(a):
+    """[lanes, 32], the highest bit first."""
+    return np.unpackbits(a.astype(">u4").view(np.uint8)).reshape(LANES, 32)
+
+
+def _popc(a):
+    return _bit_table(a).sum(axis=1).astype(np.uint32)
+
+
+def _clz(a):
+    return np.where(a == 0, 32, _bit_table(a).argmax(axis=1)).astype(np.uint32)
+
+
+def _brev(a):
+    return np.packbits(np.ascontiguousarray(_bit_table(a)[:, ::-1])).view(">u4").astype(np.uint32)
+
+
+def _bfind_shift(a):
+    return np.where(a == 0, np.uint32(0xFFFFFFFF), _clz(a)).astype(np.uint32)
+
+
 # --------------------------------------------------------------------------------------------- a translation for each
 
 
@@ -267,13 +289,15 @@ def _mov(t: Translator, item: Instruction, mask: str) -> str:
     return t.write(target, kind, t.read(source, kind), mask)
 
 
-COMPARISONS = {"neu": "!=", "eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
+COMPARISONS = {"num": "==", "neu": "!=", "eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
 
 
 def _setp(t: Translator, item: Instruction, mask: str) -> str:
     _, compare, kind = item.parts
     a, b = (t.read(operand, kind) for operand in item.operands[1:])
     value = f"{a} {COMPARISONS[compare]} {b}"
+    if compare == "num":  # both are numbers
+        value = f"({a} == {a}) & ({b} == {b})"
     if compare == "ne" and kind[0] == "f":  # numpy's holds for NaN, PTX's does not
         value = f"({value}) & ({a} == {a}) & ({b} == {b})"
     return t.write(item.operands[0], "pred", value, mask)
@@ -333,15 +357,43 @@ def _ld(t: Translator, item: Instruction, mask: str) -> str:
     return "; ".join([loaded, *parts])
 
 
+def _st_async(t: Translator, item: Instruction, mask: str) -> str:
+    """A store to shared memory of the cluster whose bytes an mbarrier there counts; it arrives at once."""
+    if not re.fullmatch(r"st\.async\.shared::cluster\.mbarrier::complete_tx::bytes(?:\.v4)?\.u32", item.opcode):
+        raise UnknownInstruction(str(item))
+    target, value, barrier = item.operands
+    raw = ", ".join(t.read(x, "b32") for x in (value.items if isinstance(value, Vec) else (value,)))
+    return f"w.send({t.address_text(target, 'u32')}, {mask}, [{raw}], {t.address_text(barrier, 'u32')})"
+
+
 def _st(t: Translator, item: Instruction, mask: str) -> str:
+    if item.parts[1] == "async":
+        return _st_async(t, item, mask)
     space, _, kind = _memory_shape(item)
-    if space in ("param", "cluster"):
+    if space == "param":
         raise UnknownInstruction(str(item))
     target, value = item.operands
     values = value.items if isinstance(value, Vec) else (value,)
     size = DTYPES[kind].itemsize
     raw = ", ".join(t.read(x, f"b{size * 8}") for x in values)
-    return f"w.store_{space}({t.address_text(target, 'u32' if space == 'shared' else 'u64')}, {mask}, {size}, [{raw}])"
+    return f"w.store_{space}({t.address_text(target, 'u64' if space == 'global' else 'u32')}, {mask}, {size}, [{raw}])"
+
+
+def _atom(t: Translator, item: Instruction, mask: str) -> str:
+    if item.opcode != "atom.shared.add.u32":
+        raise UnknownInstruction(str(item))
+    target, place, value = item.operands
+    added = f"t = w.add_shared({t.address_text(place, 'u32')}, {mask}, {t.read(value, 'u32')})"
+    return f"{added}; {t.write(target, 'u32', 't', mask)}"
+
+
+def _dp4a(t: Translator, item: Instruction, mask: str) -> str:
+    if item.opcode != "dp4a.u32.u32":
+        raise UnknownInstruction(str(item))
+    a, b, c = (t.read(x, "u32") for x in item.operands[1:])
+    bytes_of = "(({0} >> np.uint32({1})) & np.uint32(255))"
+    products = (f"{bytes_of.format(a, n)} * {bytes_of.format(b, n)}" for n in (0, 8, 16, 24))
+    return t.write(item.operands[0], "u32", f"({' + '.join(products)} + {c}).astype(np.uint32)", mask)
 
 
 CLUSTER_SHIFT = 24  # shared memory of a cluster's CTA: an address above it has its rank + 1, one below is the CTA's own
@@ -363,6 +415,17 @@ def _call(name: str, *kinds: str):
             raise UnknownInstruction(str(item))
         operands = ", ".join(t.read(x, kind) for x, kind in zip(item.operands[1:], kinds, strict=True))
         return t.write(item.operands[0], "b32", f"{name}({operands})", mask)
+
+    return translate
+
+
+def _bits(function: str):
+    """Translation of an operation on a word's bits."""
+
+    def translate(t: Translator, item: Instruction, mask: str) -> str:
+        if item.opcode not in ("popc.b32", "clz.b32", "brev.b32", "bfind.shiftamt.u32"):
+            raise UnknownInstruction(str(item))
+        return t.write(item.operands[0], "u32", f"{function}({t.read(item.operands[1], 'u32')})", mask)
 
     return translate
 
@@ -406,7 +469,13 @@ TRANSLATIONS = {
     "cvt": _cvt,
     "ld": _ld,
     "st": _st,
+    "atom": _atom,
     "mapa": _mapa,
+    "dp4a": _dp4a,
+    "popc": _bits("_popc"),
+    "clz": _bits("_clz"),
+    "brev": _bits("_brev"),
+    "bfind": _bits("_bfind_shift"),
     "bfi": _call("_bfi", "b32", "b32", "u32", "u32"),
     "prmt": _call("_prmt", "b32", "b32", "b32"),
     "prefetch": _nothing,
