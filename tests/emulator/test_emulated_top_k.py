@@ -23,12 +23,14 @@ def verify(case: TopKCase, num_sms: int, **how) -> None:
     assert torch.equal(select(case, num_sms, **how), expected(case.logits(), case.lengths, case.k))
 
 
+@pytest.mark.exhaustive
 @covering(1, {"law": tuple(LAWS), "ctas": (1, 2, 4, 8), "length": (3000, 5001, 17000), "k": (512, 2048)}, most=40)
 def test_laws(law, ctas, length, k):
     """A row has so many CTAs where there are as many multiprocessors, and it is wide enough."""
     verify(TopKCase([length], k, law, width=max(length, 4096 * ctas), seed=20), ctas)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_warps_may_run_in_any_order(seed):
     verify(TopKCase([5000, 4999], 512, "few_values", width=9000, seed=21), 4, seed=seed, timing="random")

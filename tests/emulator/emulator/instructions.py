@@ -357,18 +357,7 @@ def _ld(t: Translator, item: Instruction, mask: str) -> str:
     return "; ".join([loaded, *parts])
 
 
-def _st_async(t: Translator, item: Instruction, mask: str) -> str:
-    """A store to shared memory of the cluster whose bytes an mbarrier there counts; it arrives at once."""
-    if not re.fullmatch(r"st\.async\.shared::cluster\.mbarrier::complete_tx::bytes(?:\.v4)?\.u32", item.opcode):
-        raise UnknownInstruction(str(item))
-    target, value, barrier = item.operands
-    raw = ", ".join(t.read(x, "b32") for x in (value.items if isinstance(value, Vec) else (value,)))
-    return f"w.send({t.address_text(target, 'u32')}, {mask}, [{raw}], {t.address_text(barrier, 'u32')})"
-
-
 def _st(t: Translator, item: Instruction, mask: str) -> str:
-    if item.parts[1] == "async":
-        return _st_async(t, item, mask)
     space, _, kind = _memory_shape(item)
     if space == "param":
         raise UnknownInstruction(str(item))
@@ -385,15 +374,6 @@ def _atom(t: Translator, item: Instruction, mask: str) -> str:
     target, place, value = item.operands
     added = f"t = w.add_shared({t.address_text(place, 'u32')}, {mask}, {t.read(value, 'u32')})"
     return f"{added}; {t.write(target, 'u32', 't', mask)}"
-
-
-def _dp4a(t: Translator, item: Instruction, mask: str) -> str:
-    if item.opcode != "dp4a.u32.u32":
-        raise UnknownInstruction(str(item))
-    a, b, c = (t.read(x, "u32") for x in item.operands[1:])
-    bytes_of = "(({0} >> np.uint32({1})) & np.uint32(255))"
-    products = (f"{bytes_of.format(a, n)} * {bytes_of.format(b, n)}" for n in (0, 8, 16, 24))
-    return t.write(item.operands[0], "u32", f"({' + '.join(products)} + {c}).astype(np.uint32)", mask)
 
 
 CLUSTER_SHIFT = 24  # shared memory of a cluster's CTA: an address above it has its rank + 1, one below is the CTA's own
@@ -471,7 +451,6 @@ TRANSLATIONS = {
     "st": _st,
     "atom": _atom,
     "mapa": _mapa,
-    "dp4a": _dp4a,
     "popc": _bits("_popc"),
     "clz": _bits("_clz"),
     "brev": _bits("_brev"),

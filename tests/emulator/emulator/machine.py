@@ -335,16 +335,6 @@ class Warp:
             local = address[there] & np.uint32((1 << CLUSTER_SHIFT) - 1)
             shared.store(local, size, [value[there] for value in values], self.index, self.write())
 
-    def send(self, address, mask, values, barrier):
-        """To shared memory of the cluster's CTAs, and their mbarriers count the bytes."""
-        self.store_cluster(address, mask, 4, values)
-        taking = np.ones(LANES, bool) if mask is None else mask
-        for at in barrier[taking]:
-            window, local = divmod(int(at), 1 << CLUSTER_SHIFT)
-            if int(window) not in {int(x) for x in address[taking] >> CLUSTER_SHIFT}:
-                raise EmulationError("st.async with an mbarrier of another CTA")
-            self.cta.cluster.cta_of(self.cta, window).arrive(local, arrivals=0, transaction_bytes=-4 * len(values))
-
     def add_shared(self, address, mask, values):
         """Atomic additions of words, lane by lane; returns what each found."""
         found = np.zeros(LANES, np.uint32)
@@ -401,16 +391,13 @@ class Cluster:
         return any(other.running() and other not in self.stuck for other in self.ctas)
 
     def shared_of(self, cta: Cta, window: int) -> SharedMemory:
-        return self.cta_of(cta, window).shared
-
-    def cta_of(self, cta: Cta, window: int) -> Cta:
-        """The CTA itself (0) or the one with a rank (from 1 on)."""
+        """Of the CTA itself (0) or of the one with a rank (from 1 on)."""
         if window > len(self.ctas):
             raise EmulationError(f"shared memory of CTA {window - 1} in a cluster of {len(self.ctas)}")
         other = self.ctas[window - 1] if window else cta
         if not other.running():
             raise EmulationError("shared memory of a CTA that has ended")
-        return other
+        return other.shared
 
 
 class Cta:
