@@ -47,11 +47,11 @@ def test_a_row_is_what_the_plan_answers(cells):
 
 
 def test_the_best_number_of_drafts_gains_what_readme_says():
-    """0 to 3% for DeepSeek-R1 on 8 x H20-141G, 16 requests of 16K to 64K, both caches."""
+    """-1 to 4% for DeepSeek-R1 on 8 x H20-141G, 16 requests of 16K to 64K, both caches."""
     gains = []
     for cache, context in ("bfloat16", 16), ("bfloat16", 32), ("fp8", 16), ("fp8", 32), ("fp8", 64):
         on = Deployment(cache=cache, context=context * 1024)
         drafting = with_drafts(read_model("deepseek-r1"), read_gpu("H20-141G"), on)
         best = [drafting.best(side).tokens_per_s(side) for side in ("etap", "peer")]
         gains.append(round(100 * (best[0] / best[1] - 1)))
-    assert (min(gains), max(gains)) == (-1, 3) and "DeepSeek-R1 -1 to 3% more" in README
+    assert (min(gains), max(gains)) == (-1, 4) and "DeepSeek-R1 -1 to 4% more" in README
