@@ -350,7 +350,7 @@ def test_wrappers_are_refused_by_name(kind, name, wrong):
 @both_devices
 @pytest.mark.parametrize("kind", SERVED_KINDS)
 def test_torch_compile_leaves_no_graph_break_and_the_same_bits(device, kind):
-    problem = make(counts=2, kind=kind, device=device)
+    problem = make(counts=2, kind=kind, device=device, **WHOLE_TILES.get(kind, {}))
     wrapper = problem.wrapper()
     wrapper.plan(**problem.lists | problem.model)
     check_traced(lambda: wrapper.run(**problem.call, return_lse=True))
