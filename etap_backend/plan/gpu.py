@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
 from dataclasses import dataclass, replace
@@ -121,7 +122,7 @@ class Gpu:
     def calls_of(self, kind: str, rows: int) -> dict[str, Call]:
         """Each kernel's call, from this file or the one that it names: of the next larger number of rows that was
         timed, and of a dense cache, whose rows are computed in groups, at most of the largest."""
-        like = read_gpu(self.calls_like) if self.calls_like else self
+        like = _stand_in(self.calls_like) if self.calls_like else self
         found: dict[str, Call] = {}
         for call in sorted((call for call in like.calls if call.kind == kind), key=lambda call: call.rows):
             if call.kernel not in found or found[call.kernel].rows < rows:
@@ -139,6 +140,12 @@ class Gpu:
         """Operations per second of WGMMA on 16-bit or FP8 numbers; FP8 reaches the same share of its nominal rate."""
         share = self.sustained_bf16_flops.value / self.bf16_flops.value
         return self.fp8_flops.value * share if fp8 else self.sustained_bf16_flops.value
+
+
+@functools.cache
+def _stand_in(name: str) -> Gpu:
+    """The GPU whose calls stand in for another's, read once."""
+    return read_gpu(name)
 
 
 def read_gpu(name: str) -> Gpu:
