@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import os.path
 import re
@@ -72,12 +73,17 @@ def read_json(path: Path, argument: str) -> dict:
     return content
 
 
+@functools.cache
+def _hints(kind: Any) -> dict[str, Any]:
+    return get_type_hints(kind, include_extras=True)
+
+
 def record(kind: Any, data: dict, where: str = "", *, strict: bool = False) -> Any:
     """A dataclass from a JSON object, where null is like no key; `strict` refuses keys that the dataclass lacks.
 
     Raises ValueError, naming the key, what was wanted and what came.
     """
-    hints, values = get_type_hints(kind, include_extras=True), {}
+    hints, values = _hints(kind), {}
     for field in dataclasses.fields(kind):
         key = f"{where}{field.name}"
         if (value := data.get(field.name)) is not None:
