@@ -37,7 +37,7 @@
 // lengths          4                      key producer -> both                    8 warps, at once
 // tile_ready       4 a consumer           key producer -> the tile's consumer     (nothing to release)
 // (+) 7 at 32 rows; query major: 18 x 8 KB; of an FP8 cache 3 to 5 whole tiles of 36 KB. There, and beside lists, consumers
-// read the query rows.
+// read the query rows. Consumers wait for K in consumers/: tile_ready, then keys.wait(); keys.wait() in load/ limits what is in flight.
 //
 // Up to 32 rows, time going down:
 //   consumer 0: st(0) softmax(0) ot(0)         st(2) ...          The tensor cores alternate between the two; each
