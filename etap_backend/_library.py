@@ -2,6 +2,7 @@
 
 import functools
 import importlib.metadata
+import itertools
 import os
 from pathlib import Path
 
@@ -24,10 +25,10 @@ def library_path() -> Path:
     """
     if given := os.environ.get(PATH_VARIABLE):
         return Path(given)
-    paths = [Path(folder) / FILE for folder in etap_backend.__path__]
-    for distribution in importlib.metadata.distributions(name="etap-backend"):
-        paths.append(Path(str(distribution.locate_file(f"etap_backend/{FILE}"))))
-    return next((path for path in paths if path.is_file()), paths[0])
+    beside = [Path(folder) / FILE for folder in etap_backend.__path__]
+    distributions = importlib.metadata.distributions(name="etap-backend")  # sought only where they are asked for
+    installed = (Path(str(one.locate_file(f"etap_backend/{FILE}"))) for one in distributions)
+    return next((path for path in itertools.chain(beside, installed) if path.is_file()), beside[0])
 
 
 def remedy() -> str:

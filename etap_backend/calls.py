@@ -60,6 +60,18 @@ class SparseCall(NamedTuple):
     empty_lse: float
 
 
+class TopKCall(NamedTuple):
+    """The library's `top_k`: `sparse_top_k`'s arguments, with k in the shape of `out`."""
+
+    logits: Tensor
+    lengths: Tensor
+    block_table: Tensor | None
+    out: Tensor
+    page_size: int
+    num_sms: int
+    early_lengths: bool
+
+
 class ScheduleCall(NamedTuple):
     """The library's `build_schedule`.
 

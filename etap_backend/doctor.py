@@ -55,12 +55,14 @@ class Verdict(Enum):
 
 @dataclass(frozen=True)
 class Finding:
-    """One part's state; `remedy` tells what to do or what is possible, `sparse` which sparse models are served."""
+    """One part's state; `remedy` tells what to do or what is possible, `sparse` which sparse models are served, `hangs`
+    that the other checks would hang, too."""
 
     verdict: Verdict
     found: str
     remedy: str = ""
     sparse: tuple[str, ...] = ()
+    hangs: bool = False
 
 
 @dataclass(frozen=True)
@@ -152,6 +154,7 @@ def check_driver() -> Finding:
             Verdict.BROKEN,
             f"{NO_ANSWER} {DRIVER_SECONDS} s",
             "reset the GPU or restart the machine; nothing else was checked",
+            hangs=True,
         )
     if answer.returncode:
         return Finding(Verdict.BROKEN, "no driver: libcuda.so.1 does not load", remedy)
@@ -255,6 +258,6 @@ def run(options: object = None) -> int:
         print(f"{finding.verdict.value:<15}{finding.found}".rstrip())
         for more in filter(None, (finding.remedy, *finding.sparse)):
             print(f"{'':<9}{'':<15}{more}")
-        if name == "driver" and finding.found.startswith(NO_ANSWER):
-            break  # torch would wait for it, too
+        if finding.hangs:
+            break
     return int(broken)

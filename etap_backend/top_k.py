@@ -3,34 +3,19 @@
 import torch
 from torch import Tensor
 
-from etap_backend._operator import Operator, check_tensor, compiled, schema
+from etap_backend._operator import Operator, check_tensor, compiled, library_function, schema
+from etap_backend.calls import TopKCall
 from etap_backend.cpu import top_k as cpu_top_k
-from etap_backend.schedule import count, sms_of
-
-
-def _arguments(
-    logits: Tensor,
-    lengths: Tensor,
-    block_table: Tensor | None,
-    out: Tensor,
-    page_size: int,
-    num_sms: int,
-    early_lengths: bool,
-) -> tuple:
-    """The library's arguments, which are the operator's."""
-    return logits, lengths, block_table, out, page_size, num_sms, early_lengths
-
-
-def _on_cuda(*arguments) -> None:
-    compiled("top_k")(*arguments)
+from etap_backend.limits import MAX_SMS, count
+from etap_backend.schedule import sms_of
 
 
 def _on_cpu(*arguments) -> None:
     compiled("check_top_k")(*arguments)
-    cpu_top_k.select(*arguments[:5])
+    cpu_top_k.select(TopKCall(*arguments))
 
 
-_select = Operator(schema("sparse_top_k", _arguments, written=("out",)), _on_cuda, _on_cpu)
+_select = Operator(schema("sparse_top_k", TopKCall, written=("out",)), library_function("top_k"), _on_cpu)
 
 
 def sparse_top_k(
@@ -87,6 +72,6 @@ def sparse_top_k(
         out = logits.new_empty(rows, count("k", k), dtype=torch.int32)
     elif check_tensor("out", out).shape != (rows, k):
         raise ValueError(f"out: wanted shape [{rows}, {k}], got {list(out.shape)}")
-    sms = sms_of(logits.device) if num_sms is None else count("num_sms", num_sms)
-    _select(logits, (logits, lengths, block_table, out, page_size, sms, early_lengths))
+    num_sms = sms_of(logits.device) if num_sms is None else count("num_sms", num_sms, MAX_SMS)
+    _select(logits, TopKCall(logits, lengths, block_table, out, page_size, num_sms, early_lengths))
     return out

@@ -24,6 +24,7 @@ import numpy
 import typer
 
 from bench.common.results import read_json
+from bench.kernels.report import KINDS
 from etap_backend.config_list import FOLDER
 from etap_backend.limits import V4_ROW_BYTES
 from etap_backend.plan.files import CACHE_BYTES
@@ -91,7 +92,7 @@ def timed_calls(folder: Path) -> list[Timed]:
     found = []
     for path in sorted(folder.glob("*.json")):
         document = read_json(path)
-        if not isinstance(document, dict) or not str(document.get("kind")).startswith("bench"):
+        if not isinstance(document, dict) or document.get("kind") not in KINDS:
             continue
         gpu = next((plan for name, plan in GPUS.items() if name in document["gpu"]), None)
         if gpu is not None and not document["libraries"]:

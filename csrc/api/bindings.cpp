@@ -8,6 +8,7 @@
 
 #include "api/on_device.h"
 #include "api/sparse_call.h"
+#include "api/top_k_call.h"
 #include "combine/combine.h"
 #include "schedule/policies.h"
 #include "schedule/schedule.h"
@@ -176,6 +177,31 @@ Array<SparseLaunch> sparse_decode_launches(const SparseCall& call) {
   return all;
 }
 
+void top_k(const TopKCall& call) {
+  check(call);
+  const DLDevice device = call.logits.device();
+  on_device("logits", device, [&](cudaStream_t stream) {
+    if (call.rows() == 0) return;
+    const TopKParams params = top_k_params(call);
+    const void* const arguments[] = {&params};
+    launch_overlapping(prepare_top_k(params, int(call.num_sms)), arguments, device.device_id, stream);
+  });
+}
+
+void check_top_k(const TopKCall& call) { check(call); }
+
+// CTAs, CTAs of a cluster, threads, parameters.
+using TopKLaunch = Tuple<int64_t, int64_t, int64_t, Bytes>;
+
+// What `top_k` launches for at least one row, for those who run it elsewhere: on tensors of the CPU too.
+TopKLaunch top_k_launch(const TopKCall& call) {
+  check(call);
+  check_at_least("logits' rows", call.rows(), 1);
+  const TopKParams params = top_k_params(call);
+  const KernelLaunch kernel = prepare_top_k(params, int(call.num_sms));
+  return TopKLaunch(int64_t(kernel.blocks.x), int64_t(kernel.cluster), int64_t(kernel.threads), bytes_of(params));
+}
+
 // Row tile, row groups, floats of a piece's partial result, rows that a split is weighed by, tiles that a piece is taken
 // for beside its own, tiles of the longest request that may be cut into single ones.
 using Shape = Tuple<int64_t, int64_t, int64_t, int64_t, int64_t, int64_t>;
@@ -239,12 +265,14 @@ int64_t abi_version() { return kAbiVersion; }
 Map<String, Array<String>> arguments() {
   return {{"build_schedule", {ETAP_SCHEDULE_ARGUMENTS(ETAP_TOLD)}},
           {"decode", {ETAP_DECODE_ARGUMENTS(ETAP_TOLD)}},
-          {"sparse_decode", {ETAP_SPARSE_ARGUMENTS(ETAP_TOLD)}}};
+          {"sparse_decode", {ETAP_SPARSE_ARGUMENTS(ETAP_TOLD)}},
+          {"top_k", {ETAP_TOP_K_ARGUMENTS(ETAP_TOLD)}}};
 }
 
 using OfDecode = Bound<DecodeCall ETAP_DECODE_ARGUMENTS(ETAP_TYPE)>;
 using OfSparse = Bound<SparseArguments ETAP_SPARSE_ARGUMENTS(ETAP_TYPE)>;
 using OfSchedule = Bound<ScheduleCall ETAP_SCHEDULE_ARGUMENTS(ETAP_TYPE)>;
+using OfTopK = Bound<TopKCall ETAP_TOP_K_ARGUMENTS(ETAP_TYPE)>;
 
 }  // namespace
 }  // namespace etap
@@ -254,6 +282,7 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(arguments, etap::arguments);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(build_schedule, etap::OfSchedule::run<etap::build_schedule>);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(check_decode, etap::OfDecode::run<etap::check_decode>);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(check_sparse_decode, etap::OfSparse::run<etap::check_sparse_decode>);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(check_top_k, etap::OfTopK::run<etap::check_top_k>);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(constants, etap::constants);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(decode, etap::OfDecode::run<etap::decode>);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(decode_launches, etap::OfDecode::run<etap::decode_launches>);
@@ -262,3 +291,5 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(sparse_decode, etap::OfSparse::run<etap::sparse_de
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(sparse_decode_launches, etap::OfSparse::run<etap::sparse_decode_launches>);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(sparse_decode_shape, etap::sparse_decode_shape);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(sparse_pieces, etap::sparse_pieces);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(top_k, etap::OfTopK::run<etap::top_k>);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(top_k_launch, etap::OfTopK::run<etap::top_k_launch>);

@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from etap_backend.calls import TopKCall
+
 
 def row_lengths(lengths: Tensor, rows: int, width: int) -> Tensor:
     """How many logits each row has, int64 [rows], from each row's own lengths or from each request's."""
@@ -29,12 +31,12 @@ def on_pages(positions: Tensor, pages: Tensor, page_size: int) -> Tensor:
 
 
 @torch.inference_mode()
-def select(logits: Tensor, lengths: Tensor, block_table: Tensor | None, out: Tensor, page_size: int) -> None:
+def select(call: TopKCall) -> None:
     """Fill `out` as the library's `check_top_k` allowed it."""
-    (rows, width), k = logits.shape, out.shape[1]
-    for row, length in enumerate(row_lengths(lengths, rows, width).tolist()):
-        positions = torch.arange(length) if length <= k else highest(logits[row, :length], k)
-        if block_table is not None:
-            positions = on_pages(positions, block_table[row // (rows // len(block_table))], page_size)
-        out[row, : len(positions)] = positions.int()
-        out[row, len(positions) :] = -1
+    (rows, width), k, table = call.logits.shape, call.out.shape[1], call.block_table
+    for row, length in enumerate(row_lengths(call.lengths, rows, width).tolist()):
+        positions = torch.arange(length) if length <= k else highest(call.logits[row, :length], k)
+        if table is not None:
+            positions = on_pages(positions, table[row // (rows // len(table))], call.page_size)
+        call.out[row, : len(positions)] = positions.int()
+        call.out[row, len(positions) :] = -1

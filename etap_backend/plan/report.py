@@ -175,12 +175,12 @@ def _drafts_table(drafting: Drafting) -> str:
     """A row per number of drafts; * marks the most tokens per second of each side."""
     head = ["drafts", "tokens", "ETAP: ms", "tokens/s each", "all"]
     peer = next((kernel.kernel for row in drafting.rows if (kernel := row.kernel("peer"))), "no other kernel")
-    rows = [[*head, f"{peer}: ms", *head[3:], "gain %"]]
+    rows, best = [[*head, f"{peer}: ms", *head[3:], "gain %"]], {side: drafting.best(side) for side in SIDES}
     for row in drafting.rows:
         cells = [str(row.drafts), f"{row.tokens_per_step:.2f}"]
         for side in SIDES:
             kernel, rate = row.kernel(side), row.tokens_per_s(side)
-            star = "*" if row is drafting.best(side) else " "
+            star = "*" if row is best[side] else " "
             times = kernel and (f"{row.plan.step_with(kernel):.1f}", f"{rate / row.requests:.1f}", f"{rate:,.0f}{star}")
             cells += times or ("-", "-", "-")
         gain = _starred(row.plan.gain) if row.plan.gain else "-"

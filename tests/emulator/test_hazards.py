@@ -22,7 +22,7 @@ pytestmark = kernels.NEEDS_COMPILER
 CACHES = {"bf16": {}, "fp8": {"kv_dtype": "fp8"}, "fp8_math": {"kv_dtype": "fp8", "fp8_math": True}}
 MOST_TOKENS = 2**31 - 128  # kMostTokens of csrc/params.h
 TILE = 64
-PATIENCE = 5  # kPatience of csrc/common/pipeline.cuh, in the upper half of the clock
+TRAP_TICKS = 5  # kTrapTicks of csrc/common/pipeline.cuh, in the upper half of the clock
 
 
 class GrowingLengths(Memory):
@@ -139,7 +139,7 @@ def test_lengths_that_change_while_a_schedule_is_built(batch, fixed_splits, monk
 
 @pytest.mark.exhaustive
 def test_a_deadlock_ends_in_a_trap(monkeypatch):
-    """On a GPU nobody sees a deadlock: a producer's patience must end, one period behind the predecessor's end."""
+    """On a GPU nobody sees a deadlock: a producer's wait must trap, one period after the predecessor's end."""
 
     def nothing_happens(cta, stuck_at):
         cta.give_up = True
@@ -166,4 +166,4 @@ def test_a_deadlock_ends_in_a_trap(monkeypatch):
         arguments = (problem, runner.build(), runner)
         with pytest.raises(EmulationError, match="trap"):
             kernels.run_decode(*arguments, sources=kernels.MARKED, edit=faults.without(mark))
-        assert min(seen[-1] - seen[0] for seen in clocks.values() if len(seen) > 1) <= PATIENCE + 1
+        assert min(seen[-1] - seen[0] for seen in clocks.values() if len(seen) > 1) <= TRAP_TICKS + 1

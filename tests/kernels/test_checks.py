@@ -18,7 +18,7 @@ from etap_backend import (
 )
 from etap_backend._library import library
 from etap_backend._operator import SCHEMA_TYPES
-from etap_backend.calls import DenseCall, ScheduleCall, SparseCall
+from etap_backend.calls import DenseCall, ScheduleCall, SparseCall, TopKCall
 from support.cases import Case, build, decode
 from support.compare import check, truth
 
@@ -164,7 +164,9 @@ def test_each_argument_reaches_the_place_of_its_name(monkeypatch, field):
 
 
 def test_the_library_tells_the_arguments_that_python_gives_it():
-    for name, call in {"decode": DenseCall, "sparse_decode": SparseCall, "build_schedule": ScheduleCall}.items():
+    calls = {"decode": DenseCall, "sparse_decode": SparseCall, "build_schedule": ScheduleCall, "top_k": TopKCall}
+    assert set(library().arguments()) == set(calls)
+    for name, call in calls.items():
         given = [f"{SCHEMA_TYPES[kind]} {argument}" for argument, kind in get_type_hints(call).items()]
         assert list(library().arguments()[name]) == given
 

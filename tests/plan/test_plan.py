@@ -302,8 +302,8 @@ def test_steps_at_full_depth(batch, context, etap_ms, flashmla_ms):
 
 def test_a_gain_is_a_range_between_two_estimates_of_the_rest():
     made, of_share = make_plan(R1, H20_141, on()), make_plan(R1, H20_141, on(), attention_share=0.30)
-    assert made.gain.lower < made.gain.upper and made.gain.lower == pytest.approx(of_share.gain.upper, rel=0.02)
-    assert made.rest_ms * LONGEST_REST.value == pytest.approx(of_share.rest_ms, rel=0.02)
+    assert made.gain.lower < made.gain.upper and made.gain.lower == pytest.approx(of_share.gain.upper, rel=0.01)
+    assert made.rest_ms * LONGEST_REST.value == pytest.approx(of_share.rest_ms, rel=0.01)
     assert f"{percent(made.gain)}% more tokens/s than with FlashMLA" in verdict(made, H20_141)
     assert {peer.kernel for peer in make_plan(R1, H200, on()).peers} == {"FlashMLA", "FA3", "FlashInfer"}
 
@@ -454,16 +454,6 @@ def test_deeply_nested_json_is_refused(tmp_path, depth):
     path.write_text(f'{{"hidden_size": {"[" * depth}{"]" * depth}}}')
     with pytest.raises(ValueError, match=r"^model: wanted a JSON file|^model: .*nested.json: hidden_size: wanted "):
         read_model(str(path))
-
-
-def test_a_null_in_a_text_config_is_like_no_key(tmp_path):
-    inner = json.loads((FOLDER / "models/deepseek-r1.json").read_text())
-    outer = {"quantization_config": inner.pop("quantization_config"), "text_config": inner}
-    (tmp_path / "config.json").write_text(json.dumps(outer))
-    read = read_model(str(tmp_path))
-    inner["quantization_config"] = None
-    (tmp_path / "config.json").write_text(json.dumps(outer))
-    assert read_model(str(tmp_path)) == read and read.fp8_weights
 
 
 @pytest.fixture

@@ -42,12 +42,7 @@ struct Consumer : transposed::SplitLoop<T, Consumer<T>, ScaledListedQueries<T>, 
 
     // O^T += V^T P^T: the tile is given back when V^T is in registers.
     const auto values_read = [&] { if (releases()) ETAP_MARKED(stage_release, shared.keys.release(at)); };
-    const auto accumulate = [&] { softmax.accumulate(); };
-    if (factor != 0) {
-      add_output<typename T::WideProbability>(values, probabilities, factor, ot, values_read, accumulate);
-    } else {
-      add_output<typename T::Probability>(values, probabilities, 0, ot, values_read, accumulate);
-    }
+    add_output<T>(values, probabilities, factor, ot, values_read, [&] { softmax.accumulate(); });
     if (T::Row::kRopeIsValue && last) pair_rope_dims<T>(ot);
   }
 };

@@ -40,12 +40,7 @@ struct SharedTilesConsumer : transposed::SplitLoop<T, SharedTilesConsumer<T>, Sc
     // O^T += V^T P^T: the tile is given back when V^T is in registers.
     probabilities += group * (T::Row::kScales / kConsumerGroups) * T::kScaledBytes;
     const auto values_read = [&] { if (releases()) ETAP_MARKED(stage_release, shared.keys.release(at)); };
-    const auto accumulate = [&] { softmax.accumulate(); };
-    if (factor != 0) {
-      add_output<typename T::WideProbability>(values, probabilities, factor, ot, values_read, accumulate);
-    } else {
-      add_output<typename T::Probability>(values, probabilities, 0, ot, values_read, accumulate);
-    }
+    add_output<T>(values, probabilities, factor, ot, values_read, [&] { softmax.accumulate(); });
   }
 };
 

@@ -20,7 +20,7 @@ struct SharedMemory {
   uint4 probabilities[T::kWords / 4][kGroupThreads];  // the owner's of the last tile, for the same thread of the other
   float2 references[T::kQuads];                       // of that tile's P: rows r and r + 8
   float4 sums[2][kConsumerGroups][T::kQuads];         // at the end of every other split: of P and of rounded P
-  Ring<T::kStages, false> keys;  // each instruction of the producer is waited for: a trap took 3 to 5% of long calls
+  Ring<T::kStages, false> keys;  // each instruction of the producer is waited for: a trap would slow long calls
   Ring<1> queries;
   LengthQueue lengths;
 };

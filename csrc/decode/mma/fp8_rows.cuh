@@ -260,11 +260,10 @@ CUTE_DEVICE void pair_rope_dims(transposed::OutputFragment<T>& ot) {
   }
 }
 
-// Adds V^T·P^T of one tile to O^T, with P^T in E. values_read() is called when V^T is in registers; `meanwhile` runs beside the
-// last products, or before the first where registers are short.
+// Adds V^T·P^T of one tile to O^T, with P^T in E: see add_output.
 template <class E, class T, class ValuesRead, class Meanwhile>
-CUTE_DEVICE void add_output(ValueFetches<T>& values, const char* probabilities, uint32_t factor, transposed::OutputFragment<T>& ot,
-                            ValuesRead&& values_read, Meanwhile&& meanwhile) {
+CUTE_DEVICE void add_output_as(ValueFetches<T>& values, const char* probabilities, uint32_t factor,
+                               transposed::OutputFragment<T>& ot, ValuesRead&& values_read, Meanwhile&& meanwhile) {
   using namespace cute;
   // All types of P^T have the fragments of T::OutputMma.
   using Fragment = decltype(make_fragment_like(ot(_, 0, 0)));
@@ -285,6 +284,19 @@ CUTE_DEVICE void add_output(ValueFetches<T>& values, const char* probabilities, 
   if (T::kFetchesAhead) meanwhile();
   warpgroup_wait<0>();
   warpgroup_fence_operand(ot);
+}
+
+// Adds V^T·P^T of one tile to O^T. factor: what V^T is multiplied with where P^T is in the wide type; 0 where it is not.
+// values_read() is called when V^T is in registers; `meanwhile` runs beside the last products, or before the first where registers
+// are short.
+template <class T, class ValuesRead, class Meanwhile>
+CUTE_DEVICE void add_output(ValueFetches<T>& values, const char* probabilities, uint32_t factor, transposed::OutputFragment<T>& ot,
+                            ValuesRead&& values_read, Meanwhile&& meanwhile) {
+  if (factor != 0) {
+    add_output_as<typename T::WideProbability>(values, probabilities, factor, ot, values_read, meanwhile);
+  } else {
+    add_output_as<typename T::Probability>(values, probabilities, 0, ot, values_read, meanwhile);
+  }
 }
 
 }  // namespace etap::sparse_fp8

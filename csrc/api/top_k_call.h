@@ -1,34 +1,31 @@
-// The binding of top-k: checks the arguments, fills the plain struct, launches.
-#include "top_k/top_k.h"
-
-#include <tvm/ffi/container/tuple.h>
-#include <tvm/ffi/function.h>
-#include <tvm/ffi/string.h>
+// One call of top-k: what the library is given, what of it is refused, and the parameters that it becomes.
+#pragma once
 
 #include <algorithm>
 
-#include "api/on_device.h"
+#include "api/arguments.h"
+#include "top_k/top_k.h"
 
 namespace etap {
-namespace {
 
-using tvm::ffi::Bytes;
-using tvm::ffi::String;
-using tvm::ffi::Tuple;
+#define ETAP_TOP_K_ARGUMENTS(ARGUMENT)        \
+  ARGUMENT(TensorView, logits)                \
+  ARGUMENT(TensorView, lengths)               \
+  ARGUMENT(Optional<TensorView>, block_table) \
+  ARGUMENT(TensorView, out)                   \
+  ARGUMENT(int64_t, page_size)                \
+  ARGUMENT(int64_t, num_sms)                  \
+  ARGUMENT(bool, early_lengths)
 
 struct TopKCall {
-  TensorView logits, lengths;
-  Optional<TensorView> block_table;
-  TensorView out;
-  int64_t page_size, num_sms;
-  bool early_lengths;
+  ETAP_TOP_K_ARGUMENTS(ETAP_MEMBER)
 
   int64_t rows() const { return logits.size(0); }
   int64_t width() const { return logits.size(1); }
 };
 
 // How many rows have one entry or row of `tensor`; both have rows where there are none.
-int64_t rows_each(const char* name, const TensorView& tensor, int64_t rows) {
+inline int64_t rows_each(const char* name, const TensorView& tensor, int64_t rows) {
   const int64_t count = tensor.size(0);
   if (count == 0 ? rows > 0 : rows % count != 0) {
     TVM_FFI_THROW(ValueError) << name << ": wanted one for each row of logits, or for each of equally many of its " << rows
@@ -37,7 +34,7 @@ int64_t rows_each(const char* name, const TensorView& tensor, int64_t rows) {
   return count == 0 ? 1 : std::max<int64_t>(rows / count, 1);
 }
 
-void check(const TopKCall& call) {
+inline void check(const TopKCall& call) {
   const DLDevice device = call.logits.device();
   constexpr int64_t kMost = INT32_MAX;
   check_tensor("logits", call.logits, kFloat32, {{kAny, "rows"}, {kAny, "width"}}, Layout::kLastStride, device);
@@ -64,7 +61,7 @@ void check(const TopKCall& call) {
                                           extent("block_table", call.block_table)});
 }
 
-TopKParams params_of(const TopKCall& call) {
+inline TopKParams top_k_params(const TopKCall& call) {
   TopKParams params{};
   params.logits = static_cast<const float*>(call.logits.data_ptr());
   params.lengths = static_cast<const int32_t*>(call.lengths.data_ptr());
@@ -89,41 +86,4 @@ TopKParams params_of(const TopKCall& call) {
   return params;
 }
 
-void run_top_k(const TopKCall& call) {
-  check(call);
-  const DLDevice device = call.logits.device();
-  on_device("logits", device, [&](cudaStream_t stream) {
-    if (call.rows() == 0) return;
-    const TopKParams params = params_of(call);
-    const void* const arguments[] = {&params};
-    launch_overlapping(prepare_top_k(params, int(call.num_sms)), arguments, device.device_id, stream);
-  });
-}
-
-void check_only(const TopKCall& call) { check(call); }
-
-// CTAs, CTAs of a cluster, threads, parameters.
-using TopKLaunch = Tuple<int64_t, int64_t, int64_t, Bytes>;
-
-// What `top_k` launches for at least one row, for those who run it elsewhere: on tensors of the CPU too.
-TopKLaunch launch_of(const TopKCall& call) {
-  check(call);
-  check_at_least("logits' rows", call.rows(), 1);
-  const TopKParams params = params_of(call);
-  const KernelLaunch kernel = prepare_top_k(params, int(call.num_sms));
-  return TopKLaunch(int64_t(kernel.blocks.x), int64_t(kernel.cluster), int64_t(kernel.threads),
-                    Bytes(reinterpret_cast<const char*>(&params), sizeof(params)));
-}
-
-template <auto kAction>
-auto with_top_k_call(TensorView logits, TensorView lengths, Optional<TensorView> block_table, TensorView out, int64_t page_size,
-                     int64_t num_sms, bool early_lengths) {
-  return kAction({logits, lengths, block_table, out, page_size, num_sms, early_lengths});
-}
-
-}  // namespace
 }  // namespace etap
-
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(check_top_k, etap::with_top_k_call<etap::check_only>);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(top_k, etap::with_top_k_call<etap::run_top_k>);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(top_k_launch, etap::with_top_k_call<etap::launch_of>);
