@@ -89,6 +89,7 @@ def _row_counts(num_heads: int, max_s_q: int) -> tuple[int, int]:
 
 
 @functools.cache
+@constant_result  # torch.compile cannot trace a GPU's properties
 def sms_of(device: torch.device, on_cpu: int = CPU_SMS) -> int:
     """CTAs that fill a device: a GPU's multiprocessors, or `on_cpu`."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else on_cpu
