@@ -22,11 +22,11 @@ struct WorkRange {
   int32_t begin_tile;
   int32_t end_request;
   int32_t end_tile;
-  int32_t begin_split;  // pieces of begin_request that earlier partitions hold
-  // The p-th request in several pieces (-1 behind the last; then the next two mean nothing), for the combination.
+  int32_t begin_split;  // splits of begin_request that earlier partitions hold
+  // The p-th request in several splits (-1 behind the last; then the next two mean nothing), for the combination.
   int32_t split_request;
-  int32_t split_slot;    // of its first piece's partial result
-  int32_t split_pieces;  // how many
+  int32_t split_slot;    // of its first split's partial result
+  int32_t split_count;  // how many
 };
 
 struct ScheduleParams {
@@ -35,9 +35,9 @@ struct ScheduleParams {
   int32_t* split_offsets;   // [batch + 1]
   int32_t batch;
   int32_t partitions;
-  int32_t fixed_pieces;  // most pieces of a request where its length alone decides; 0: the batch does
-  int32_t split_rows;    // query rows by which a split is dear, those of a CTA, or kCheapSplits; nothing to fixed pieces
-  int32_t piece_cost;    // what a request's piece takes beside its tiles, in tiles
+  int32_t fixed_splits;  // most splits of a request where its length alone decides; 0: the batch does
+  int32_t split_rows;    // query rows by which a split is dear, those of a CTA, or kCheapSplits; nothing to fixed splits
+  int32_t split_cost;    // what a request's split takes beside its tiles, in tiles
   int32_t single_tiles;  // requests of at most so many tiles may be cut into single ones where each tile has a partition
 };
 

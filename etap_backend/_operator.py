@@ -4,7 +4,7 @@ import functools
 import itertools
 import string
 from collections.abc import Callable, Collection
-from typing import get_type_hints
+from typing import TypeVar, get_type_hints
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from torch.compiler import is_compiling
 from etap_backend._library import library
 
 _LIBRARY = torch.library.Library("etap_backend", "DEF")
+_Function = TypeVar("_Function", bound=Callable)
 
 
 @functools.cache
@@ -21,12 +22,12 @@ def compiled(name: str) -> Callable:
     return library().get_function(name)
 
 
-def constant_result(function: Callable) -> Callable:
+def constant_result(function: _Function) -> _Function:
     """Tell torch.compile, which cannot trace the library, that a function's result depends on its arguments alone.
 
     It is `torch.compiler.assume_constant_result`, which would import torch.compile's 2,000 modules for this mark.
     """
-    function._dynamo_marked_constant = True
+    setattr(function, "_dynamo_marked_constant", True)  # noqa: B010
     return function
 
 

@@ -68,9 +68,9 @@ void build_schedule(const ScheduleCall& call) {
       .split_offsets = static_cast<int32_t*>(split_offsets.data_ptr()),
       .batch = int32_t(batch),
       .partitions = int32_t(call.partitions),
-      .fixed_pieces = int32_t(call.fixed_splits),
+      .fixed_splits = int32_t(call.fixed_splits),
       .split_rows = int32_t(fixed ? kCheapSplits : call.split_rows),
-      .piece_cost = int32_t(fixed ? 1 : call.split_cost),
+      .split_cost = int32_t(fixed ? 1 : call.split_cost),
       .single_tiles = int32_t(fixed ? 0 : call.single_tiles),
   };
   if (device.device_type == kDLCPU) return build_schedule_on_host(params);
@@ -135,7 +135,7 @@ Array<Launch> decode_launches(const DecodeCall& call) {
   return all;
 }
 
-// Whether a token is in several pieces, which the decode kernel does not sum itself.
+// Whether a token is in several splits, which the decode kernel does not sum itself.
 bool combines(const DecodeParams& params, const KernelLaunch& decode) {
   return decode.cluster == 1 && sparse::split_candidates(params.division) > 0;
 }
@@ -148,7 +148,7 @@ void sparse_decode(const SparseCall& call) {
     const DecodeParams params = decode_params(call);
     const QueryMaps no_maps{};
     const void* const arguments[] = {&params, &no_maps, &no_maps};
-    KernelLaunch kernel = sparse::prepare(params, call.kernel(), sparse::cluster_pieces(params));
+    KernelLaunch kernel = sparse::prepare(params, call.kernel(), sparse::cluster_splits(params));
     if (kernel.cluster > 1 && !kernel.handles->clusters_fit(kernel, device.device_id, stream)) kernel.cluster = 1;
     launch_overlapping(kernel, arguments, device.device_id, stream);
     if (!combines(params, kernel)) return;
@@ -171,7 +171,7 @@ Array<SparseLaunch> sparse_decode_launches(const SparseCall& call) {
     all.push_back(SparseLaunch(String(kernel.name), int64_t(kernel.blocks.x), int64_t(kernel.blocks.y), int64_t(kernel.cluster),
                                int64_t(kernel.threads), int64_t(kernel.shared_bytes), given));
   };
-  const KernelLaunch kernel = sparse::prepare(params, call.kernel(), sparse::cluster_pieces(params));
+  const KernelLaunch kernel = sparse::prepare(params, call.kernel(), sparse::cluster_splits(params));
   add(kernel, bytes_of(params));
   if (combines(params, kernel)) add(prepare_combine(params, false, call.num_sms), bytes_of<ResultParams>(params));
   return all;
@@ -202,12 +202,12 @@ TopKLaunch top_k_launch(const TopKCall& call) {
   return TopKLaunch(int64_t(kernel.blocks.x), int64_t(kernel.cluster), int64_t(kernel.threads), bytes_of(params));
 }
 
-// Row tile, row groups, floats of a piece's partial result, rows that a split is weighed by, tiles that a piece is taken
+// Row tile, row groups, floats of a split's partial result, rows that a split is weighed by, tiles that a split is taken
 // for beside its own, tiles of the longest request that may be cut into single ones.
 using Shape = Tuple<int64_t, int64_t, int64_t, int64_t, int64_t, int64_t>;
 
 Shape numbers(const DecodeShape& of) {
-  return Shape(int64_t(of.row_tile), int64_t(of.row_groups), of.piece_floats, of.split_rows, of.piece_cost, of.single_tiles);
+  return Shape(int64_t(of.row_tile), int64_t(of.row_groups), of.split_floats, of.split_rows, of.split_cost, of.single_tiles);
 }
 
 // batch: 0 for any.
@@ -223,23 +223,23 @@ Shape sparse_decode_shape(int64_t heads) {
   return numbers(sparse_shape(heads));
 }
 
-// Of a piece: token, partition, first tile, the one behind its last, slot of its partial result or -1.
-using SparsePiece = Tuple<int64_t, int64_t, int64_t, int64_t, int64_t>;
+// Of a split: token, partition, first tile, the one behind its last, slot of its partial result or -1.
+using SparseSplit = Tuple<int64_t, int64_t, int64_t, int64_t, int64_t>;
 
-// The pieces of tokens with so many tiles each, int32 [tokens] on the CPU, in the order of the partitions.
-Array<SparsePiece> sparse_pieces(TensorView tiles, int64_t most_tiles, int64_t heads, int64_t partitions) {
+// The splits of tokens with so many tiles each, int32 [tokens] on the CPU, in the order of the partitions.
+Array<SparseSplit> sparse_splits(TensorView tiles, int64_t most_tiles, int64_t heads, int64_t partitions) {
   check_int32("tiles", tiles, {kDLCPU, 0}, {{kAny, "tokens"}});
   check_at_least("most_tiles", most_tiles, 0);
   check_at_least("heads", heads, 1);
   check_at_least("partitions", partitions, 1);
   const auto* of_token = static_cast<const int32_t*>(tiles.data_ptr());
   const TokenDivision division = sparse::divide(tiles.size(0), most_tiles, partitions, sparse_shape(heads).row_tile < kMaxRowTile);
-  Array<SparsePiece> all;
+  Array<SparseSplit> all;
   for (int p = 0; p < division.partitions; ++p) {
     for (int t = sparse::first_token(division, p); t < sparse::end_token(division, p); ++t) {
       const sparse::TileRange range = sparse::tile_range(division, t, p, of_token[t]);
       const int slot = sparse::splits(division, t) > 1 ? sparse::slot(division, t, p) : -1;
-      all.push_back(SparsePiece(t, p, range.begin, range.end, slot));
+      all.push_back(SparseSplit(t, p, range.begin, range.end, slot));
     }
   }
   return all;
@@ -290,6 +290,6 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(decode_shape, etap::shape);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(sparse_decode, etap::OfSparse::run<etap::sparse_decode>);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(sparse_decode_launches, etap::OfSparse::run<etap::sparse_decode_launches>);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(sparse_decode_shape, etap::sparse_decode_shape);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(sparse_pieces, etap::sparse_pieces);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(sparse_splits, etap::sparse_splits);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(top_k, etap::OfTopK::run<etap::top_k>);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(top_k_launch, etap::OfTopK::run<etap::top_k_launch>);

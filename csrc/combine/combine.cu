@@ -37,7 +37,7 @@ struct Entry {
       const WorkRange& row = params.work_ranges[i];
       entry.request = row.split_request < params.batch ? row.split_request : -1;
       entry.slot = row.split_slot;
-      entry.splits = entry.request < 0 ? 0 : min(row.split_pieces, 2 * params.partitions - entry.slot);
+      entry.splits = entry.request < 0 ? 0 : min(row.split_count, 2 * params.partitions - entry.slot);
     }
     return entry;
   }
@@ -46,8 +46,8 @@ struct Entry {
     const TokenDivision& division = params.division;
     Entry entry;
     if (i < sparse::split_candidates(division)) {
-      const int token = sparse::split_candidate(division, i), pieces = sparse::splits(division, token);
-      if (pieces > 1) entry = {token, sparse::first_slot(division, token), pieces};
+      const int token = sparse::split_candidate(division, i), splits = sparse::splits(division, token);
+      if (splits > 1) entry = {token, sparse::first_slot(division, token), splits};
     }
     return entry;
   }

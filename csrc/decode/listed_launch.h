@@ -6,12 +6,12 @@
 
 namespace etap::sparse {
 
-// CTAs of a cluster that holds the pieces of a token and sums them; 1 where they do not, and a token in several pieces wants the
-// combination: where pieces are not 2, 4 or 8, and where a CTA has 64 rows. Larger clusters would need nearly all SMs of a GPC, of which
+// CTAs of a cluster that holds the splits of a token and sums them; 1 where they do not, and a token in several splits wants the
+// combination: where splits are not 2, 4 or 8, and where a CTA has 64 rows. Larger clusters would need nearly all SMs of a GPC, of which
 // a communication kernel may hold some for as long as it likes.
-inline int cluster_pieces(const DecodeParams& params) {
-  const int pieces = equal_splits(params.division);
-  return params.row_tile < kMaxRowTile && (pieces == 2 || pieces == 4 || pieces == 8) ? pieces : 1;
+inline int cluster_splits(const DecodeParams& params) {
+  const int splits = equal_splits(params.division);
+  return params.row_tile < kMaxRowTile && (splits == 2 || splits == 4 || splits == 8) ? splits : 1;
 }
 
 // Of V4's rows producers make bfloat16 for 64 query rows.

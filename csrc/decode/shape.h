@@ -1,5 +1,5 @@
 // The one answer to what a call's query rows mean for the host: how many a CTA holds, in how many groups, and how much of the
-// workspace a piece's partial result takes. Which kernel decodes them: decode/kernels.h.
+// workspace a split's partial result takes. Which kernel decodes them: decode/kernels.h.
 #pragma once
 
 #include <cstdint>
@@ -11,17 +11,17 @@ namespace etap {
 
 struct DecodeShape {
   int32_t row_tile;      // query rows that a CTA computes
-  int32_t row_groups;    // CTAs that share a piece, each with another row tile of it
-  int64_t piece_floats;  // a CTA's partial result of one piece: output rows and log-sum-exps
+  int32_t row_groups;    // CTAs that share a split, each with another row tile of it
+  int64_t split_floats;  // a CTA's partial result of one split: output rows and log-sum-exps
   int64_t split_rows;    // what the schedule weighs a split by; sparse calls have none
-  int64_t piece_cost;    // what it takes a piece for beside its tiles, in tiles
+  int64_t split_cost;    // what it takes a split for beside its tiles, in tiles
   int64_t single_tiles;  // of the longest request that a schedule cuts into single tiles where each has a partition
 
-  // A partition begins in one request and ends in another: it holds at most two pieces of split ones.
+  // A partition begins in one request and ends in another: at most two of its splits have partial results.
   constexpr int64_t partial_rows(int64_t partitions) const { return 2 * partitions * row_groups * row_tile; }
   // One partition alone splits no request.
   constexpr int64_t workspace_floats(int64_t partitions) const {
-    return partitions > 1 ? 2 * partitions * row_groups * piece_floats : 0;
+    return partitions > 1 ? 2 * partitions * row_groups * split_floats : 0;
   }
 };
 
@@ -72,18 +72,18 @@ constexpr int64_t single_tiles(int32_t row_tile, const PlannedCalls& calls) {
   return row_tile == kMaxRowTile ? kShortTiles : row_tile > kSmallGroup || calls.fp8_math ? kFew : kFew / 2;
 }
 
-// What a piece takes beside its tiles, in tiles: its start and end are longer with more rows. Where tensor cores are few, so is a
-// tile, and few rows' takes a third of what a second piece was measured to take.
-constexpr int64_t piece_cost(int32_t row_tile, bool few_tensor_cores) {
-  constexpr int64_t kPieceRows = 8, kFewRowsPiece = 3;
-  if (few_tensor_cores) return row_tile <= kSmallGroup ? kFewRowsPiece : 1;
-  return row_tile / kPieceRows;
+// What a split takes beside its tiles, in tiles: its start and end are longer with more rows. Where tensor cores are few, so is a
+// tile, and few rows' takes a third of what a second split was measured to take.
+constexpr int64_t split_cost(int32_t row_tile, bool few_tensor_cores) {
+  constexpr int64_t kSplitCostRows = 8, kFewRowsSplit = 3;
+  if (few_tensor_cores) return row_tile <= kSmallGroup ? kFewRowsSplit : 1;
+  return row_tile / kSplitCostRows;
 }
 
 // The rows in tiles of so many.
 constexpr DecodeShape shape_of(int64_t rows, int32_t row_tile) {
   const auto groups = int32_t(padded(rows, row_tile) / row_tile);
-  return {row_tile, groups, int64_t(row_tile) * (kLatentDim + 1), row_tile, piece_cost(row_tile, false), 0};
+  return {row_tile, groups, int64_t(row_tile) * (kLatentDim + 1), row_tile, split_cost(row_tile, false), 0};
 }
 
 // As a schedule takes them. rows: query tokens * heads.
@@ -92,7 +92,7 @@ constexpr DecodeShape decode_shape(int64_t rows, const PlannedCalls& calls) {
   DecodeShape shape = shape_of(rows, small ? kSmallGroup : least_row_tile(rows));
   if (few_tensor_cores(calls.num_sms)) {
     shape.split_rows = kCheapSplits;
-    shape.piece_cost = piece_cost(shape.row_tile, true);
+    shape.split_cost = split_cost(shape.row_tile, true);
   }
   shape.single_tiles = single_tiles(shape.row_tile, calls);
   return shape;

@@ -68,7 +68,7 @@ __host__ __device__ int64_t heaviest_whole(const ScheduleParams& params, int fir
     int64_t cost = 0;
 #pragma unroll 1
     for (int64_t r = first_counted(p, params.batch, params.partitions); r < end; ++r) {
-      cost += tiles_of(params.seq_lens[r]) + params.piece_cost;
+      cost += tiles_of(params.seq_lens[r]) + params.split_cost;
     }
     heaviest = cost > heaviest ? cost : heaviest;
   }
@@ -79,7 +79,7 @@ __host__ __device__ int64_t heaviest_whole(const ScheduleParams& params, int fir
 __device__ Division choose_division(const Batch& batch, typename Scan::TempStorage& storage, int64_t (&s_bound)[kWarps],
                             int64_t& tiles_before) {
   const ScheduleParams& params = batch.params;
-  const bool decides = params.fixed_pieces == 0;
+  const bool decides = params.fixed_splits == 0;
   int64_t mine = 0;
 #pragma unroll 1
   for (int r = batch.first; r < batch.last; ++r) mine += batch.tiles(r);
@@ -90,7 +90,7 @@ __device__ Division choose_division(const Batch& batch, typename Scan::TempStora
   const BatchShape shape = BatchShape::of(params, tiles);
   int64_t own_tiles = 0;
   if (decides && params.batch <= params.partitions) {
-    const LeastPiece least = shape.least_piece();
+    const LeastSplit least = shape.least_split();
     const auto fits = [&](int64_t bound) {
       int64_t wanted = 0;
 #pragma unroll 1
@@ -104,7 +104,7 @@ __device__ Division choose_division(const Batch& batch, typename Scan::TempStora
   }
   const bool over = heaviest > shape.whole_bound(own_tiles);
   const bool whole = decides && !ptx::barrier_any(over, 0, kThreads);
-  return decides ? Division::of_batch(shape, own_tiles, whole) : Division::of_lengths(shape, params.fixed_pieces);
+  return decides ? Division::of_batch(shape, own_tiles, whole) : Division::of_lengths(shape, params.fixed_splits);
 }
 
 // Partial slots and the list of split requests.
@@ -116,25 +116,25 @@ __device__ void write_splits(const Batch& batch, const Division& division, int64
 #pragma unroll 1
     for (int r = batch.first; r < batch.last; ++r) {
       const int64_t length = division.length(batch.tiles(r));
-      visit(r, division.pieces(walk, length));
+      visit(r, division.splits(walk, length));
       walk += length;
     }
   };
   int64_t packed = 0;
-  for_each_request([&](int, int64_t pieces) {
-    if (pieces > 1) packed += pieces + (int64_t(1) << kCountShift);
+  for_each_request([&](int, int64_t splits) {
+    if (splits > 1) packed += splits + (int64_t(1) << kCountShift);
   });
   int64_t before, all;
   Scan(storage).ExclusiveSum(packed, before, all);
-  for_each_request([&](int r, int64_t pieces) {
+  for_each_request([&](int r, int64_t splits) {
     params.split_offsets[r] = int32_t(before);
-    if (pieces <= 1) return;
+    if (splits <= 1) return;
     // Lengths that change meanwhile may have more split requests than were counted.
     WorkRange& entry = params.work_ranges[min(int(before >> kCountShift), params.partitions - 1)];
     entry.split_request = r;
     entry.split_slot = int32_t(before);
-    entry.split_pieces = int32_t(pieces);
-    before += pieces + (int64_t(1) << kCountShift);
+    entry.split_count = int32_t(splits);
+    before += splits + (int64_t(1) << kCountShift);
   });
   if (threadIdx.x == 0) params.split_offsets[params.batch] = int32_t(all);
 }
@@ -205,8 +205,8 @@ __global__ void __launch_bounds__(kThreads, 1) schedule_kernel(const __grid_cons
 // The smallest bound with which the batch fits on partitions of its own; 0 when it has more requests than partitions, or
 // when the batch does not decide.
 int64_t own_tiles_on_host(const ScheduleParams& params, const BatchShape& shape) {
-  if (params.fixed_pieces > 0 || params.batch > params.partitions) return 0;
-  const LeastPiece least = shape.least_piece();
+  if (params.fixed_splits > 0 || params.batch > params.partitions) return 0;
+  const LeastSplit least = shape.least_split();
   for (int64_t bound = shape.least_bound();; ++bound) {
     int64_t wanted = 0;
     for (int r = 0; r < params.batch; ++r) wanted += own_partitions(tiles_of(params.seq_lens[r]), bound, least);
@@ -226,23 +226,23 @@ void build_schedule_on_host(const ScheduleParams& params) {
                                         [](int64_t sum, int32_t seq_len) { return sum + tiles_of(seq_len); });
   const BatchShape shape = BatchShape::of(params, tiles);
   const int64_t own_tiles = own_tiles_on_host(params, shape);
-  const bool whole = params.fixed_pieces == 0 && heaviest_whole(params, 0, 1) <= shape.whole_bound(own_tiles);
-  const Division division = params.fixed_pieces > 0 ? Division::of_lengths(shape, params.fixed_pieces)
+  const bool whole = params.fixed_splits == 0 && heaviest_whole(params, 0, 1) <= shape.whole_bound(own_tiles);
+  const Division division = params.fixed_splits > 0 ? Division::of_lengths(shape, params.fixed_splits)
                                                     : Division::of_batch(shape, own_tiles, whole);
   std::vector<int64_t> places(params.batch + 1, 0);
   for (int r = 0; r < params.batch; ++r) places[r + 1] = places[r] + division.length(tiles_of(params.seq_lens[r]));
 
-  int slots = 0, splits = 0;
+  int slots = 0, entries = 0;
   for (int p = 0; p < params.partitions; ++p) params.work_ranges[p].split_request = -1;
   for (int r = 0; r < params.batch; ++r) {
-    const int64_t pieces = division.pieces(places[r], places[r + 1] - places[r]);
+    const int64_t splits = division.splits(places[r], places[r + 1] - places[r]);
     params.split_offsets[r] = slots;
-    if (pieces > 1) {
-      WorkRange& entry = params.work_ranges[splits++];
+    if (splits > 1) {
+      WorkRange& entry = params.work_ranges[entries++];
       entry.split_request = r;
       entry.split_slot = slots;
-      entry.split_pieces = int(pieces);
-      slots += int(pieces);
+      entry.split_count = int(splits);
+      slots += int(splits);
     }
   }
   params.split_offsets[params.batch] = slots;

@@ -244,7 +244,7 @@ class Split:
 def splits(tiles: list[int], most_tiles: int, heads: int, partitions: int) -> Iterator[Split]:
     """The splits of tokens with so many tiles each, in the partitions' order, as the library divides them."""
     of_token = torch.tensor(tiles, dtype=torch.int32)
-    for token, _, begin, end, slot in library().sparse_pieces(of_token, most_tiles, heads, partitions):
+    for token, _, begin, end, slot in library().sparse_splits(of_token, most_tiles, heads, partitions):
         yield Split(token, range(begin, end), None if slot < 0 else slot)
 
 

@@ -57,7 +57,7 @@ def test_partitions_are_as_even_as_whole_tiles_allow(tokens, most):
     """A partition has few tiles more than its share, of full lists or of equally short lists."""
     for valid in (most, -(-most // 3)):
         loads: dict[int, int] = {}
-        for _, partition, begin, end, _ in library().sparse_pieces(
+        for _, partition, begin, end, _ in library().sparse_splits(
             torch.full((tokens,), valid, dtype=torch.int32), most, 16, 132
         ):
             loads[partition] = loads.get(partition, 0) + end - begin

@@ -23,7 +23,7 @@ BOUND = {
     *("abi_version", "arguments", "constants", "decode_shape"),
     *("build_schedule", "check_decode", "decode", "decode_launches"),
     *("check_sparse_decode", "sparse_decode", "sparse_decode_launches"),
-    *("sparse_decode_shape", "sparse_pieces"),
+    *("sparse_decode_shape", "sparse_splits"),
     *("check_top_k", "top_k", "top_k_launch"),
 }
 
