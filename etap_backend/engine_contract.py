@@ -17,14 +17,29 @@ CHEAP_PAGE_ROWS = 32
 """Most query rows with which pages smaller than a tile cost little."""
 AUTO_VARIABLE = "ETAP_AUTO"
 """1 makes ETAP an engine's first choice for models that it serves, where no attention backend is named."""
+TOP_K_VARIABLE = "ETAP_TOP_K"
+"""0 leaves to the engine which tokens a sparse model's indexer selects."""
 
 
 def is_first_choice() -> bool:
     """Whether AUTO_VARIABLE is 1; 0, empty and no value are off. Raises ValueError for another value."""
-    value = os.environ.get(AUTO_VARIABLE) or "0"  # compose files leave a variable empty
+    return _is_on(AUTO_VARIABLE, "0")
+
+
+def _is_on(variable: str, default: str) -> bool:
+    value = os.environ.get(variable) or default  # compose files leave a variable empty
     if value not in ("0", "1"):
-        raise ValueError(f"{AUTO_VARIABLE}: wanted 0 or 1, got {value!r}")
+        raise ValueError(f"{variable}: wanted 0 or 1, got {value!r}")
     return value == "1"
+
+
+def why_engines_top_k(k: int, modes: dict[str, bool]) -> str | None:
+    """Say why not ETAP but the engine selects an indexer's k tokens, or None; raises as `is_first_choice`.
+
+    `modes` are those in which the engine has to, by name, and whether they are on.
+    """
+    reasons = {f"{TOP_K_VARIABLE}=0": not _is_on(TOP_K_VARIABLE, "1"), f"index_topk {k}": k not in (512, 1024, 2048)}
+    return next((reason for reason, holds in (reasons | modes).items() if holds), None)
 
 
 def release(version: str) -> tuple[int, ...]:
@@ -107,6 +122,10 @@ class Engine:
         if release(self.version) >= release(self.oldest):
             return None
         return f"{self.backend} supports {self}, this is {self.name} {self.version}"
+
+    def selects(self, why_not: str | None) -> str:
+        """Whose top-k selects, for the log: the engine's for this reason, or ETAP's."""
+        return f"{self.name}, {why_not}" if why_not else self.backend
 
     def why_lacking(self, lacking: Iterable[str]) -> str | None:
         """A sentence that names what the engine lacks, or None when it lacks nothing."""

@@ -146,8 +146,8 @@ def why_no_v4() -> str | None:
         return ENGINE.why_lacking(missing)
 
     def classes() -> tuple[type, type]:
-        for name in flash_mla.FUNCTIONS:
-            getattr(flash_mla.module(), name)
+        for owner, name in flash_mla.targets():
+            getattr(owner, name)
         return _classes(v4=True)
 
     return ENGINE.why_lacking(engine_contract.lacking(classes))

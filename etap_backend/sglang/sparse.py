@@ -8,12 +8,14 @@ plans, its dense attention for short prompts and its writing of the cache stay a
 import logging
 
 from sglang.kernels.ops.attention.dsa.transform_index import transform_index_page_table_dcp
+from sglang.srt.layers.attention.dsa.dsa_indexer_metadata import DSAIndexerMetadata
+from sglang.srt.layers.attention.dsa.dsa_topk_backend import TopkTransformMethod
 from sglang.srt.layers.attention.dsa_backend import DeepseekSparseAttnBackend, DeepseekSparseAttnMultiStepBackend
 from sglang.srt.runtime_context import get_context, get_parallel
 from sglang.srt.utils import get_device_core_count
 from torch import Tensor
 
-from etap_backend import engine_contract, sparse_mla_decode
+from etap_backend import engine_contract, sparse_mla_decode, sparse_top_k
 from etap_backend.limits import SPARSE_FP8, dtype_name, why_unsupported_sparse
 from etap_backend.sglang import versions
 from etap_backend.sglang.policy import Policy, backends_of_steps
@@ -28,6 +30,23 @@ _KERNEL_WITH_SINKS = "flashmla_sparse"
 
 _PADDED_HEADS = 64
 """SGLang's prefill kernels on Hopper compute a multiple of this many heads."""
+
+
+class ETAPIndexerMetadata(DSAIndexerMetadata):
+    """What the indexer knows of a step, with ETAP's top-k in decodes, verification and drafts."""
+
+    def topk_transform(self, logits: Tensor, topk: int, ks: Tensor | None = None, **of_prompts) -> Tensor:
+        """The cache rows of each token's largest logits, float32 [tokens, width], and -1 behind: int32 [tokens, topk].
+
+        SGLang's own top-k selects for prompts, whose logits begin at ks.
+        """
+        plan, lengths = self.attn_metadata, self.get_seqlens_expanded()
+        paged = self.topk_transform_method == TopkTransformMethod.PAGED and ks is None and not of_prompts
+        # SGLang has the same condition for its fused kernel.
+        if not paged or not len(logits) == len(lengths) == len(plan.real_page_table):
+            return super().topk_transform(logits, topk, ks=ks, **of_prompts)
+        pages = {"block_table": plan.real_page_table, "page_size": plan.page_size}
+        return sparse_top_k(logits, lengths, topk, **pages, early_lengths=True)
 
 
 class ETAPSparseBackend(DeepseekSparseAttnBackend):
@@ -57,9 +76,22 @@ class ETAPSparseBackend(DeepseekSparseAttnBackend):
             self.enable_auto_select_prefill_impl = not prefills
         self._num_sms = get_device_core_count()
         self.workspace = policy.sparse_workspace(self._num_sms, self.device) if workspace is None else workspace
+        modes = {
+            "decode context parallelism": self._ranks > 1,
+            "a KV cache in host memory (HiSparse)": self.hisparse_coordinator is not None,
+            "pools of keys (index_kpool)": self.dsa_index_kpool != 1,
+            "lists of positions (SGLANG_DSA_FUSE_TOPK=0 or IndexShare of prefill servers)": not self.use_fused_topk,
+            f"dsa_topk_backend {self.dsa_topk_backend.value}": not self.dsa_topk_backend.is_sgl_kernel(),
+        }
+        self._why_own_top_k = engine_contract.why_engines_top_k(self.dsa_index_topk, modes)
         if not options.get("speculative_num_steps"):
-            text = "Attention backend %s: sparse attention, KV cache %s, prefill by %s"
-            _logger.info(text, versions.NAME, cache, prefill)
+            text = "Attention backend %s: sparse attention, KV cache %s, prefill by %s, top-k by %s"
+            _logger.info(text, versions.NAME, cache, prefill, versions.ENGINE.selects(self._why_own_top_k))
+
+    def get_indexer_metadata(self, layer_id: int, forward_batch):
+        """SGLang's, with ETAP's top-k where that selects."""
+        of_step = super().get_indexer_metadata(layer_id, forward_batch)
+        return of_step if self._why_own_top_k else ETAPIndexerMetadata(**vars(of_step))
 
     def _prefills(self) -> bool:
         """Whether ETAP serves prompts where the user chose no kernel.

@@ -16,7 +16,7 @@ from sglang.srt.layers.attention.dsv4.sparse_prefill_utils import use_dsv4_q8kv8
 from sglang.srt.utils import get_device_core_count
 from torch import Tensor
 
-from etap_backend import sparse_mla_decode
+from etap_backend import engine_contract, sparse_mla_decode, sparse_top_k
 from etap_backend.limits import SPARSE_FP8, V4_ROW_BYTES, why_unsupported_sparse
 from etap_backend.sglang import flash_mla, versions
 from etap_backend.sglang.policy import Policy, backends_of_steps
@@ -37,6 +37,13 @@ def _check(model_runner, policy: Policy) -> None:
         refuse("prefill in FP8 (SGLANG_DSV4_Q8KV8_PREFILL) is not supported: wanted it unset")
 
 
+def _select(logits, lengths, page_table, rows, page_size: int, plan, positions=None) -> None:
+    """As SGLang's fused top-k. It may have filled up the lengths right before the logits: they are not early."""
+    sparse_top_k(logits, lengths, rows.shape[1], block_table=page_table, page_size=page_size, out=rows)
+    if positions is not None:
+        sparse_top_k(logits, lengths, positions.shape[1], out=positions)
+
+
 class ETAPV4Backend(DeepseekV4AttnBackend):
     """Attention of DeepSeek-V4's layers with ETAP's kernels, for decoding, drafts and prompts."""
 
@@ -53,9 +60,21 @@ class ETAPV4Backend(DeepseekV4AttnBackend):
         self._flash_mla_with_kvcache = self._attend_to_pages  # which 0.5.23 calls; 0.5.22 imports the function
         self._heads, self._num_sms, self._calls = policy.num_heads, get_device_core_count(), 0
         self.workspace = policy.sparse_workspace(self._num_sms, self.device) if workspace is None else workspace
+        modes = {
+            "DeepSeek-V4.1's candidate blocks": self.is_dsv41,
+            f"dsa_topk_backend {self.dsa_topk_backend.value}": not self.dsa_topk_backend.is_sgl_kernel(),
+            "SGLANG_OPT_USE_TOPK_V2=0": not self.dsa_topk_backend.should_use_topk_v2(),
+        }
+        self._why_own_top_k = engine_contract.why_engines_top_k(self.index_topk, modes)
         if not options.get("speculative_num_steps"):
-            text = "Attention backend %s: DeepSeek-V4, decode and prefill, %d heads unpadded, KV cache %s"
-            _logger.info(text, versions.NAME, self._heads, SPARSE_FP8)
+            text = "Attention backend %s: DeepSeek-V4, decode and prefill, %d heads unpadded, KV cache %s, top-k by %s"
+            _logger.info(text, versions.NAME, self._heads, SPARSE_FP8, versions.ENGINE.selects(self._why_own_top_k))
+
+    def forward_c4_indexer(self, *args, forward_batch, **options) -> None:
+        """SGLang's, with ETAP's top-k for all but prompts where that selects."""
+        own = self._why_own_top_k or forward_batch.forward_mode.is_extend_without_speculative()
+        calls = {} if own else {flash_mla.TOP_K: _select}
+        flash_mla.replaced(calls, super().forward_c4_indexer, *args, forward_batch=forward_batch, **options)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, layer, forward_batch, *args, **kwargs) -> Tensor:
         """Attend as the base class does, with ETAP's kernels in the place of FlashMLA's.

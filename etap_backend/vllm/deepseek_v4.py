@@ -13,13 +13,14 @@ from typing import Any, ClassVar
 import torch
 import vllm.envs as envs
 from torch import Tensor
-from vllm.config import VllmConfig
+from vllm.config import VllmConfig, get_current_vllm_config
 from vllm.forward_context import get_forward_context
 from vllm.platforms import current_platform
 from vllm.utils.platform_utils import num_compute_units
 
 from etap_backend import engine_contract, sparse_mla_decode, sparse_workspace_floats
 from etap_backend.limits import SPARSE_FP8, why_unsupported_sparse
+from etap_backend.vllm import top_k
 from etap_backend.vllm.log import logger
 from etap_backend.vllm.metadata import claim_workspace
 from etap_backend.vllm.policy import why_not_sparse
@@ -43,6 +44,7 @@ class ETAPLayer:
     attn_sink: Tensor
     compress_ratio: int
     topk_indices_buffer: Tensor
+    indexer: Any
 
     @classmethod
     def get_padded_num_q_heads(cls, num_heads: int) -> int:
@@ -59,6 +61,8 @@ class ETAPLayer:
         logger.info_once(
             f"{NAME} decodes: DeepSeek-V4's sparse attention, {self.padded_heads} query heads, KV cache {SPARSE_FP8}"
         )
+        if self.indexer is not None:
+            top_k.install(get_current_vllm_config())
 
     def forward_mqa(self, q: Tensor, kv: Tensor, positions: Tensor, output: Tensor) -> None:
         """Attention of a step, written to output: its prompts, then its decodes.

@@ -24,7 +24,7 @@ from vllm.v1.attention.backends.mla.sparse_utils import triton_filter_and_conver
 from etap_backend import engine_contract, sparse_mla_decode, sparse_workspace_floats
 from etap_backend.limits import LATENT_DIM, SPARSE_FP8, SPARSE_FP8_BYTES, why_unsupported_sparse
 from etap_backend.sparse import sparse_decode_shape
-from etap_backend.vllm import versions
+from etap_backend.vllm import top_k, versions
 from etap_backend.vllm.backend import KernelBackend
 from etap_backend.vllm.impl import KernelImpl
 from etap_backend.vllm.metadata import claim_workspace
@@ -86,6 +86,7 @@ class ETAPSparseImpl(KernelImpl, SparseMLACommonImpl[FlashAttnMLASparseMetadata]
         self._batch_invariant = envs.VLLM_BATCH_INVARIANT
         types = f"sparse attention, KV cache {SPARSE_FP8 if fp8_cache else 'bfloat16'}"
         self._begin(config, sparse_workspace_floats(asked["num_heads"], self._num_sms), types)
+        top_k.install(config)
 
     def prepare_for_batch(self, attn_metadata: FlashAttnMLASparseMetadata | None) -> None:
         """Claim the workspace in the profile run, which has no batch; with HiSparse, prepare a batch's rows.

@@ -16,7 +16,9 @@ import torch
 from sglang.kernels.ops.attention.dsa.dequant_k_cache import dequantize_k_cache
 from sglang.srt.layers.attention import dsa_backend
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
-from sglang.srt.layers.attention.dsa import dsa_backend_mtp_precompute
+from sglang.srt.layers.attention.dsa import dsa_backend_mtp_precompute, dsa_indexer
+from sglang.srt.layers.attention.dsa.dsa_indexer_metadata import DSAIndexerMetadata
+from sglang.srt.layers.attention.dsa.dsa_topk_backend import DSATopKBackend, TopkTransformMethod
 from sglang.srt.layers.attention.dsa_backend import DeepseekSparseAttnBackend
 from sglang.srt.mem_cache import memory_pool
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
@@ -53,6 +55,8 @@ from support.sglang_layer import (
 load_plugins()
 
 H20_SMS = 78  # of the pretended GPU
+K, INDEX_HEADS = 512, 32  # GLM-5's, and the least k of a model
+INDEXED = {"of_model": {"index_topk": K}}
 
 
 def write_rows(buffer, loc, latent, rope):
@@ -549,5 +553,133 @@ def test_refuses_a_cap_of_the_scores(make):
 ], ids=str)  # fmt: skip
 def test_the_log_names_cache_and_prefill(caplog, options, text):
     with caplog.at_level("INFO", logger=sparse.__name__):
-        ATTENTION_BACKENDS["etap"](make_runner(**options))
-    assert re.fullmatch(f"Attention backend etap: sparse attention, {text}", caplog.messages[-1])
+        ATTENTION_BACKENDS["etap"](make_runner(**INDEXED | options))
+    assert re.fullmatch(f"Attention backend etap: sparse attention, {text}, top-k by etap", caplog.messages[-1])
+
+
+INDEX_STEPS = {
+    "decode": (ForwardMode.DECODE, [K - 1, 1000, K + 1, 1], 1),
+    "drafts": (ForwardMode.TARGET_VERIFY, [K + 2, 1000, 129, 4], DRAFTS),
+    "draft extension": (ForwardMode.DRAFT_EXTEND_V2, [70, 1000, K + 3], DRAFTS),
+}
+
+
+class Indexed:
+    """A step of SGLang's indexer with drawn logits in the place of DeepGEMM's, and the lists of a stable sort.
+
+    Behind each row's length the logits are +inf; the last row has length 0, as one that pads a step.
+    """
+
+    def __init__(self, runner, backend, step):
+        self.backend = backend
+        self.problem = problem = Problem(runner, *INDEX_STEPS[step])
+        self.batch = problem.batch()
+        backend.init_forward_metadata(self.batch)
+        seen, random = problem.seen(), torch.Generator().manual_seed(1)
+        assert torch.equal(backend.forward_metadata.dsa_seqlens_expanded, seen)
+        backend.forward_metadata.dsa_seqlens_expanded[-1] = seen[-1] = 0
+        width = backend.forward_metadata.real_page_table.shape[1] * 64
+        self.logits = torch.full((problem.tokens, width + 256), torch.inf)[:, :width]
+        owners = [request for request, new in enumerate(problem.new) for _ in range(new)]
+        self.expected = torch.full((problem.tokens, K), NOTHING)
+        for row, (owner, length) in enumerate(zip(owners, seen.tolist(), strict=True)):
+            self.logits[row, :length] = torch.randint(-3, 4, (length,), generator=random) * -0.25  # with 0 and -0
+            chosen = self.logits[row, :length].sort(descending=True, stable=True).indices[:K].sort().values
+            self.expected[row, : len(chosen)] = problem.slots[owner, chosen]
+
+    def metadata(self):
+        return self.backend.get_indexer_metadata(0, self.batch)
+
+    def run(self, monkeypatch, padding=0):
+        monkeypatch.setattr(dsa_indexer, "deepgemm_paged_mqa_logits_split", lambda *_, **__: self.logits)
+        monkeypatch.setattr(dsa_indexer, "resolve_paged_mqa_logits_metadata_fn", lambda: lambda *_: None)
+        logits_kernel = SimpleNamespace(is_cutedsl=lambda: False, is_aiter=lambda: False)
+        indexer = SimpleNamespace(
+            paged_mqa_logits_backend=logits_kernel, sm_count=H20_SMS, n_heads=INDEX_HEADS, index_topk=K,
+            _get_index_k_read_buffer=lambda *_: torch.zeros(1, 64 * 132, dtype=torch.uint8),
+            _mask_init_and_local_tokens=lambda *_: None,
+        )  # fmt: skip
+        q = torch.zeros(len(self.logits) + padding, INDEX_HEADS, 128)
+        given = (self.batch, 0, q, torch.zeros(len(q), INDEX_HEADS, 1), self.metadata())
+        with forward_context(ForwardContext(attn_backend=self.backend)):
+            return dsa_indexer.Indexer._get_topk_paged(indexer, *given)
+
+
+@pytest.fixture
+def top_k_calls(monkeypatch):
+    """Arguments by name of each call of `sparse_top_k` by the plugin, and of SGLang's top-k."""
+    etaps, sglangs, function = [], [], sparse.sparse_top_k
+    record = lambda *given, **named: etaps.append((given, named)) or function(*given, **named)  # noqa: E731
+    monkeypatch.setattr(sparse, "sparse_top_k", record)
+    monkeypatch.setattr(DSATopKBackend, "topk_transform", lambda self, **named: sglangs.append(named))
+    return etaps, sglangs
+
+
+@pytest.mark.parametrize("step", INDEX_STEPS)
+def test_sglangs_indexer_gets_the_rows_of_a_stable_sort(make, top_k_calls, monkeypatch, step):
+    indexed = Indexed(*make(mode=INDEX_STEPS[step][0], **INDEXED), step)
+    lists = indexed.run(monkeypatch, padding=3)
+    assert torch.equal(lists[:-3].long(), indexed.expected) and (lists[-3:] == NOTHING).all()
+    (((logits, lengths, k), named),), _ = top_k_calls
+    plan = indexed.backend.forward_metadata
+    assert logits is indexed.logits and lengths is plan.dsa_seqlens_expanded and k == K
+    assert named == {"block_table": plan.real_page_table, "page_size": 64, "early_lengths": True}
+
+
+def test_the_indexers_top_k_reads_nothing_back_to_the_host(make, monkeypatch):
+    indexed = Indexed(*make(**INDEXED), "decode")
+    metadata = indexed.metadata()
+    monkeypatch.setattr(sparse, "sparse_top_k", lambda *_, **__: "lists")
+    forbid_host_reads(monkeypatch)
+    assert metadata.topk_transform(indexed.logits, K) == "lists"
+
+
+def test_sglang_selects_for_prompts(make, top_k_calls):
+    """Prompts' rows begin somewhere, have another method, or are more than requests have lengths."""
+    indexed = Indexed(*make(**INDEXED), "decode")
+    metadata, starts = indexed.metadata(), torch.zeros(4, dtype=torch.int32)
+    metadata.topk_transform(indexed.logits, K, ks=starts)
+    metadata.topk_transform(indexed.logits, K, ks=starts, ke_offset=starts, batch_idx_list=[0])
+    metadata.topk_transform(indexed.logits[:3], K)
+    ragged = vars(metadata) | {"topk_transform_method": TopkTransformMethod.RAGGED}
+    type(metadata)(**ragged).topk_transform(indexed.logits, K)
+    etaps, sglangs = top_k_calls
+    assert not etaps and [call["row_starts"] is starts for call in sglangs] == [True, True, False, False]
+    assert sglangs[1]["lengths"] is starts and sglangs[1]["batch_idx_list"] == [0]
+
+
+def test_a_draft_models_steps_select_too(make, monkeypatch):
+    runner, _ = make(mode=ForwardMode.TARGET_VERIFY, **INDEXED)
+    factory = draft_factory(runner, monkeypatch)
+    for backend in (*factory.create_decode_backend().attn_backends, factory.create_draft_extend_backend()):
+        backend.init_forward_metadata(batch := Problem(runner, *STEPS["decode"]).batch(spec_info=None))
+        assert type(backend.get_indexer_metadata(0, batch)) is sparse.ETAPIndexerMetadata
+
+
+@pytest.mark.parametrize("options, environment, reason", [
+    ({}, {"ETAP_TOP_K": "0"}, "ETAP_TOP_K=0"),
+    ({"of_model": {"index_topk": 500}}, {}, "index_topk 500"),
+    ({"of_model": {"index_topk": K, "index_kpool": 4}}, {}, "pools of keys (index_kpool)"),
+    ({}, {"SGLANG_DSA_FUSE_TOPK": "0"}, "lists of positions (SGLANG_DSA_FUSE_TOPK=0 or IndexShare of prefill servers)"),
+    ({"hisparse_coordinator": object()}, {}, "a KV cache in host memory (HiSparse)"),
+    ({"ranks": 2}, {}, "decode context parallelism"),
+    ({"kernel": "flashinfer"}, {}, "dsa_topk_backend flashinfer"),
+], ids=str)  # fmt: skip
+def test_what_is_sglangs_is_named(parallel, monkeypatch, caplog, options, environment, reason):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    options = INDEXED | options
+    if ranks := options.pop("ranks", None):
+        sizes = dict.fromkeys(("tp_size", "moe_tp_size", "attn_tp_size", "attn_dcp_size"), ranks)
+        parallel(**sizes, attn_dcp_rank=0, dcp_enabled=True)
+    if kernel := options.pop("kernel", None):
+        monkeypatch.setattr(DSATopKBackend, "resolve", lambda runner: DSATopKBackend(kernel))
+    coordinator = options.pop("hisparse_coordinator", None)
+    runner = make_runner(**options)
+    runner.hisparse_coordinator = coordinator
+    with caplog.at_level("INFO", logger=sparse.__name__):
+        backend = ATTENTION_BACKENDS["etap"](runner)
+    assert caplog.messages[-1].endswith(f", top-k by SGLang, {reason}")
+    backend.forward_metadata = SimpleNamespace(paged_mqa_schedule_metadata=None, paged_mqa_ctx_lens_2d=None)
+    batch = SimpleNamespace(forward_mode=ForwardMode.DECODE)
+    assert type(backend.get_indexer_metadata(0, batch)) is DSAIndexerMetadata

@@ -15,6 +15,9 @@ import torch
 from sglang.srt.layers.attention import deepseek_v4_backend
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 from sglang.srt.layers.attention.deepseek_v4_backend import DeepseekV4AttnBackend, DeepseekV4MultiStepBackend
+from sglang.srt.layers.attention.dsa.dsa_topk_backend import DSATopKBackend
+from sglang.srt.layers.attention.dsv4 import indexer
+from sglang.srt.layers.attention.dsv4.metadata import PagedIndexerMetadata
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.plugins import load_plugins
@@ -322,7 +325,7 @@ def test_the_log_says_that_etap_decodes(caplog):
     with caplog.at_level("INFO", logger=v4.__name__):
         backend = ATTENTION_BACKENDS["dsv4"](runner)
     assert logged_by(caplog) == [
-        "Attention backend etap: DeepSeek-V4, decode and prefill, 8 heads unpadded, KV cache fp8_ds_mla"
+        "Attention backend etap: DeepSeek-V4, decode and prefill, 8 heads unpadded, KV cache fp8_ds_mla, top-k by etap"
     ]
     assert backend.workspace.numel() == sparse_workspace_floats(HEADS, H20_SMS)
 
@@ -373,3 +376,86 @@ def test_refuses_other_types_rows_of_other_formats_and_prefill_in_fp8(monkeypatc
         refuses(runner, "rows of 528 bytes")
     monkeypatch.setenv("SGLANG_DSV4_Q8KV8_PREFILL", "1")
     refuses(runner, "SGLANG_DSV4_Q8KV8_PREFILL")
+
+
+ENTRY_PAGES = 16  # of the compressed cache, 64 entries each
+INDEX_STEPS = {"decode": [1000, 0], "drafts": [TOP_K - 1, TOP_K, TOP_K + 1, 1024, 1, 600, 601, 602], "prompts": None}
+
+
+class Indexed:
+    """A step of the indexer with drawn logits in the place of DeepGEMM's, and the rows that a stable sort gives."""
+
+    def __init__(self, step, monkeypatch):
+        monkeypatch.setenv("SGLANG_FP8_PAGED_MQA_LOGITS_TORCH", "1")  # no plan of DeepGEMM's
+        problem, random = Problem(step), torch.Generator().manual_seed(1)
+        self.backend, rows = make_backend(problem.runner), problem.tokens
+        self.batch = problem.plan(self.backend)
+        lengths = torch.tensor(INDEX_STEPS[step] or range(rows), dtype=torch.int32)
+        table = torch.randperm(rows * ENTRY_PAGES, generator=random).view(rows, ENTRY_PAGES).int()
+        self.core = self.backend.forward_metadata.core_metadata
+        self.core.c4_sparse_page_indices = torch.full((rows, TOP_K), 7, dtype=torch.int32)
+        self.backend.forward_metadata.indexer_metadata = PagedIndexerMetadata(
+            page_size=PAGE, compressed_page_size=64, page_table=table, compressed_seq_lens=lengths, use_topk_v2=False
+        )
+        self.logits = torch.full((rows, ENTRY_PAGES * 64), torch.inf)
+        self.positions, self.rows = torch.full((2, rows, TOP_K), -1)
+        for row, length in enumerate(lengths.tolist()):
+            self.logits[row, :length] = torch.randint(-3, 4, (length,), generator=random) * -0.25  # with 0 and -0
+            chosen = self.logits[row, :length].sort(descending=True, stable=True).indices[:TOP_K].sort().values
+            self.positions[row, : len(chosen)] = chosen
+            self.rows[row, : len(chosen)] = table[row, chosen // 64] * 64 + chosen % 64
+        monkeypatch.setattr(indexer, "fp8_paged_mqa_logits_torch", lambda *_: self.logits)
+        self.sglangs = []
+        sglangs = flash_mla._dispatcher(flash_mla.TOP_K, lambda *given: self.sglangs.append(given))
+        monkeypatch.setattr(indexer, flash_mla.TOP_K, sglangs)
+
+    def run(self):
+        """SGLang's own indexer, called as the layer's calls it."""
+        rows = len(self.logits)
+        query = torch.zeros(rows, ALL_HEADS, 128), torch.zeros(rows, ALL_HEADS, 1)
+        self.backend._forward_prepare_normal = lambda **_: query
+        pages = torch.zeros(1, 64 * 132, dtype=torch.uint8)
+        self.backend.token_to_kv_pool.get_index_k_with_scale_buffer = lambda layer_id: pages
+        layer = SimpleNamespace(layer_id=1, use_fp4_indexer=False, index_topk=TOP_K, alt_streams=None)
+        x = torch.zeros(rows, 8)
+        indexer.C4Indexer.forward(layer, x=x, q_lora=x, forward_batch=self.batch, attn_backend=self.backend)
+        return self.core.c4_sparse_page_indices.long()
+
+
+@pytest.mark.parametrize("records", [False, True])
+@pytest.mark.parametrize("step", ["decode", "drafts"])
+def test_sglangs_indexer_gets_the_rows_of_a_stable_sort(monkeypatch, step, records):
+    indexed = Indexed(step, monkeypatch)
+    raw = indexed.core.c4_sparse_raw_indices = (
+        torch.zeros_like(indexed.core.c4_sparse_page_indices) if records else None
+    )
+    assert torch.equal(indexed.run(), indexed.rows) and not indexed.sglangs
+    assert raw is None or torch.equal(raw.long(), indexed.positions)
+
+
+def test_sglang_selects_for_prompts(monkeypatch):
+    indexed = Indexed("prompts", monkeypatch)
+    assert (indexed.run() == 7).all()
+    (given,) = indexed.sglangs
+    assert given[0] is indexed.logits
+
+
+@pytest.mark.parametrize("environment, v41, kernel, reason", [
+    ({"ETAP_TOP_K": "0"}, False, None, "ETAP_TOP_K=0"),
+    ({}, True, None, "DeepSeek-V4.1's candidate blocks"),
+    ({}, False, "torch", "dsa_topk_backend torch"),
+    ({"SGLANG_OPT_USE_TOPK_V2": "0"}, False, None, "SGLANG_OPT_USE_TOPK_V2=0"),
+])  # fmt: skip
+def test_what_is_sglangs_is_named(monkeypatch, caplog, environment, v41, kernel, reason):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    if kernel:
+        monkeypatch.setattr(DSATopKBackend, "resolve", lambda runner: DSATopKBackend(kernel))
+    runner, _ = make_runner(v41=v41)
+    with caplog.at_level("INFO", logger=v4.__name__):
+        backend = ATTENTION_BACKENDS["dsv4"](runner)
+    assert logged_by(caplog)[0].endswith(f", top-k by SGLang, {reason}")
+    replaced = []
+    monkeypatch.setattr(flash_mla, "replaced", lambda calls, *_, **__: replaced.append(calls))
+    backend.forward_c4_indexer(forward_batch=SimpleNamespace(forward_mode=ForwardMode.DECODE))
+    assert replaced == [{}]

@@ -187,6 +187,7 @@ def test_flash_mla_serves_the_prefill_of_other_layers(monkeypatch):
     assert found == ["FlashMLA", "ETAP", "FlashMLA"]
 
 
-def test_the_log_says_once_that_etap_decodes(steps):
+def test_the_log_says_once_that_etap_decodes_and_who_selects(steps):
     _, _, log = steps
+    assert log.count("Top-k of the indexer: vLLM, index_topk 128") == 1
     assert log.count("ETAP decodes: DeepSeek-V4's sparse attention, 8 query heads, KV cache fp8_ds_mla") == 1
