@@ -430,13 +430,14 @@ def test_what_sglang_lacks_is_named_before_weights_are_loaded(
 @pytest.mark.parametrize("model, remove, lacked", [
     ("V3.2", lambda patch: patch.delattr(DeepseekSparseAttnBackend, "_forward_fa3"), dsa_backend.__name__),
     ("V4", lambda patch: patch.delattr(flash_mla.module(), "flash_mla_sparse_fwd"), "flash_mla_sparse_fwd"),
+    ("V4", lambda patch: patch.delattr(*flash_mla.targets()[-1]), flash_mla.TOP_K),
     ("V4", lambda patch: patch.setitem(ATTENTION_BACKENDS, "dsv4", lambda runner: None), "attention backend dsv4"),
     (
         "V4",
         lambda patch: patch.setattr(HookRegistry, "_patched", HookRegistry._patched - {versions.V4_STEPS_HOOK}),
         "_create_dsv4_decode_backend",
     ),
-], ids=["method", "function", "factory", "hook"])  # fmt: skip
+], ids=["method", "function", "top-k", "factory", "hook"])  # fmt: skip
 def test_what_sglang_lacks_for_one_model_refuses_no_other(refuses, resolve, monkeypatch, model, remove, lacked):
     remove(monkeypatch)
     refuses(ETAP, lacked, model)

@@ -570,11 +570,12 @@ class Indexed:
     Behind each row's length the logits are +inf; the last row has length 0, as one that pads a step.
     """
 
-    def __init__(self, runner, backend, step):
+    def __init__(self, runner, backend, step, lengths=None, plan=None):
         self.backend = backend
-        self.problem = problem = Problem(runner, *INDEX_STEPS[step])
+        mode, of_step, new = INDEX_STEPS[step]
+        self.problem = problem = Problem(runner, mode, lengths or of_step, new)
         self.batch = problem.batch()
-        backend.init_forward_metadata(self.batch)
+        (plan or backend.init_forward_metadata)(self.batch)
         seen, random = problem.seen(), torch.Generator().manual_seed(1)
         assert torch.equal(backend.forward_metadata.dsa_seqlens_expanded, seen)
         backend.forward_metadata.dsa_seqlens_expanded[-1] = seen[-1] = 0
@@ -624,6 +625,17 @@ def test_sglangs_indexer_gets_the_rows_of_a_stable_sort(make, top_k_calls, monke
     plan = indexed.backend.forward_metadata
     assert logits is indexed.logits and lengths is plan.dsa_seqlens_expanded and k == K
     assert named == {"block_table": plan.real_page_table, "page_size": 64, "early_lengths": True}
+
+
+@pytest.mark.parametrize("step", ["decode", "drafts"])
+def test_a_cuda_graph_selects_by_the_lengths_of_its_replay(make, step):
+    """It keeps the indexer's metadata of the capture."""
+    runner, backend = make(mode=INDEX_STEPS[step][0], **INDEXED)
+    backend.init_cuda_graph_state(8, 8 * DRAFTS)
+    plan = backend.init_forward_metadata_out_graph
+    captured = Indexed(runner, backend, step, [DRAFTS] * 4, lambda batch: plan(batch, in_capture=True)).metadata()
+    replayed = Indexed(runner, backend, step, plan=plan)
+    assert torch.equal(captured.topk_transform(replayed.logits, K).long(), replayed.expected)
 
 
 def test_the_indexers_top_k_reads_nothing_back_to_the_host(make, monkeypatch):

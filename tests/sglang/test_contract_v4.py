@@ -406,6 +406,7 @@ class Indexed:
             self.rows[row, : len(chosen)] = table[row, chosen // 64] * 64 + chosen % 64
         monkeypatch.setattr(indexer, "fp8_paged_mqa_logits_torch", lambda *_: self.logits)
         self.sglangs = []
+        assert getattr(indexer, flash_mla.TOP_K).__wrapped__.__module__ == "sglang.kernels.ops.attention.dsv4.topk"
         sglangs = flash_mla._dispatcher(flash_mla.TOP_K, lambda *given: self.sglangs.append(given))
         monkeypatch.setattr(indexer, flash_mla.TOP_K, sglangs)
 
