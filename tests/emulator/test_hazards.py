@@ -13,9 +13,11 @@ from emulator.memory import Memory
 from emulator.ptx import LANES, EmulationError
 
 from etap_backend import DecodeSchedule
+from support import sparse_cases
 from support.cases import Case, Runner, build
 from support.compare import problems_with, truth
 from support.covering import covering
+from support.sparse_cases import SparseCase
 
 pytestmark = kernels.NEEDS_COMPILER
 
@@ -23,6 +25,7 @@ CACHES = {"bf16": {}, "fp8": {"kv_dtype": "fp8"}, "fp8_math": {"kv_dtype": "fp8"
 MOST_TOKENS = 2**31 - 128  # kMostTokens of csrc/params.h
 TILE = 64
 TRAP_TICKS = 5  # kTrapTicks of csrc/common/pipeline.cuh, in the upper half of the clock
+STEPS_A_TICK = 1000
 
 
 class GrowingLengths(Memory):
@@ -137,11 +140,34 @@ def test_lengths_that_change_while_a_schedule_is_built(batch, fixed_splits, monk
     assert ranges[:, :5].min() >= 0 and offsets.min() >= 0
 
 
+ONE = {"num_sms": 1}
+DENSE_DEADLOCKS = [  # a case, and which of its signals are left out
+    (Case((1000,), **ONE), "stage_release"),
+    (Case((1000,), page_size=1, **ONE), "tile_ready"),
+    (Case((100,), heads=60, **ONE), "length_commit"),  # 60 heads: queries that TMA cannot bring
+    (Case((200,), heads=60, **ONE), "expected_bytes"),
+    (Case((100,), page_size=1, **CACHES["fp8"], **ONE), "length_commit"),
+    (Case((200, 600), heads=64, **CACHES["fp8_math"], **ONE), "expected_bytes"),
+    (Case((100,), heads=64, page_size=1, **CACHES["fp8_math"], **ONE), "rows_commit"),
+]
+SPARSE_DEADLOCKS = [
+    (SparseCase(2, 16, 130, **ONE), "rows_commit"),
+    (SparseCase(2, 16, 130, **ONE), "lent_commit"),
+    (SparseCase(1, 16, 64, **ONE), "rows_commit"),
+    (SparseCase(1, 32, 64, "fp8", **ONE), "tile_ready"),
+    (SparseCase(1, 64, 64, **ONE), "rows_commit"),
+    (SparseCase(1, 64, 64, "v4", **ONE), "rows_commit"),
+]
+
+
 @pytest.mark.exhaustive
-def test_a_deadlock_ends_in_a_trap(monkeypatch):
-    """On a GPU nobody sees a deadlock: a producer's wait must trap, one period after the predecessor's end."""
+@pytest.mark.parametrize("case, mark", DENSE_DEADLOCKS + SPARSE_DEADLOCKS)
+def test_a_deadlock_ends_in_a_trap(case, mark, monkeypatch):
+    """On a GPU nobody sees a deadlock: one of the waits must trap, one period after the predecessor's end."""
 
     def nothing_happens(cta, stuck_at):
+        if cta.steps - stuck_since.setdefault(cta, cta.steps) > 10 * TRAP_TICKS * STEPS_A_TICK:
+            raise EmulationError("no wait gives up")
         cta.give_up = True
         for warp in cta.warps:
             for group in warp.groups:
@@ -151,19 +177,24 @@ def test_a_deadlock_ends_in_a_trap(monkeypatch):
     def ticking(warp, name):
         if name != "%clock_hi":
             return special(warp, name)
-        clocks[warp.index].append(warp.cta.steps // 1000)
+        clocks[warp.index].append(warp.cta.steps // STEPS_A_TICK)
         return np.full(LANES, clocks[warp.index][-1], np.uint32)
 
-    clocks = defaultdict(list)
+    def moves(cta):
+        return cta.transfers or any(warp.copies for warp in cta.warps)
+
+    clocks, stuck_since = defaultdict(list), {}
     special, unblock = Warp.special, Cta._unblock
     monkeypatch.setattr(Warp, "special", ticking)
-    monkeypatch.setattr(Cta, "_unblock", lambda cta, at: (unblock if cta.transfers else nothing_happens)(cta, at))
-    left_out = ((16, TILE, "stage_release"), (16, 1, "tile_ready"))
-    for heads, page_size, mark in left_out:
-        clocks.clear()
-        problem = build(Case((1000,), heads=heads, page_size=page_size, num_sms=1), "cpu")
-        runner = Runner(problem)
-        arguments = (problem, runner.build(), runner)
-        with pytest.raises(EmulationError, match="trap"):
+    monkeypatch.setattr(Cta, "_unblock", lambda cta, at: (unblock if moves(cta) else nothing_happens)(cta, at))
+    with pytest.raises(EmulationError, match="trap"):
+        if isinstance(case, SparseCase):
+            listed = sparse_cases.build(case, "cpu")
+            runner = sparse_cases.SparseRunner(listed)
+            kernels.run_sparse(listed, runner, sources=kernels.MARKED_SPARSE, edit=faults.without(mark))
+        else:
+            problem = build(case, "cpu")
+            runner = Runner(problem)
+            arguments = (problem, runner.build(), runner)
             kernels.run_decode(*arguments, sources=kernels.MARKED, edit=faults.without(mark))
-        assert min(seen[-1] - seen[0] for seen in clocks.values() if len(seen) > 1) <= TRAP_TICKS + 1
+    assert min(seen[-1] - seen[0] for seen in clocks.values() if len(seen) > 1) <= TRAP_TICKS + 1

@@ -10,10 +10,10 @@ ROOT = Path(__file__).parents[2]
 CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text()
 
 
-def test_from_the_server_to_the_first_wgmma_a_reader_opens_at_most_18_files_each_once():
+def test_from_the_server_to_the_first_wgmma_a_reader_opens_at_most_12_files_each_once():
     section = CONTRIBUTING.split("## From")[1].split("\n## ")[0]
     path = re.findall(r"^(\d+)\. `(\S+)`", section, re.MULTILINE)
-    assert [int(number) for number, _ in path] == list(range(1, len(path) + 1)) and 10 < len(path) <= 18
+    assert [int(number) for number, _ in path] == list(range(1, len(path) + 1)) and 10 < len(path) <= 12
     files = [ROOT / name for _, name in path]
     assert len(set(files)) == len(files)
     assert [file for file in files if not file.is_file()] == []

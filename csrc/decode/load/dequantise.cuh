@@ -202,6 +202,7 @@ CUTE_DEVICE void dequantise_rows(Shared<T>& shared, const DecodeParams& params, 
   KeyPosition<T> at;
   DequantisedRows<T> rows(shared, params, partition, warp);
   for (int i = 0; !rows.done();) i = rows.fill_tile(at, i) ? 0 : i + 1;
+  await_release<T>(shared, at);
 }
 
 }  // namespace etap::sparse

@@ -56,6 +56,30 @@ class TileReady {
   uint32_t even_ = 0, odd_ = 0;  // signals that consumers 0 and 1 got in earlier splits
 };
 
+// Without a producer of queries, who traps when consumers do not go on, those of keys do: where they wait for each other, and at
+// their end.
+template <class T>
+constexpr bool kKeyProducersTrap = T::kSparse || T::kFp8Cache;
+
+// Waits until this stage has been filled: no more is in flight than wanted. Where tiles of a dense cache alternate, consumers trap.
+template <class T>
+CUTE_DEVICE void hold_back(Shared<T>& shared, KeyPosition<T> at) {
+  if constexpr (!kKeyProducersTrap<T> || (T::kAlternatingTiles && !T::kSparse)) {
+    shared.keys.wait(at);
+  } else if (!shared.keys.filled(at)) {
+    spin<true>(shared.keys.full[at.stage], at.parity);
+  }
+}
+
+// Waits until the consumers have given back all stages, the oldest first.
+template <class T>
+CUTE_DEVICE void await_release(Shared<T>& shared, KeyPosition<T> at) {
+  if constexpr (kKeyProducersTrap<T>) {
+#pragma unroll 1
+    for (int stage = 0; stage < T::kStages; ++stage, at.advance(1)) spin<true>(shared.keys.empty[at.stage], at.parity ^ 1);
+  }
+}
+
 // A source has
 //   kAhead           tiles that next_tile() passes before the first one, to read ahead
 //   next_tile(i)     goes to the next tile, the i-th of its split; false behind the last one
@@ -74,6 +98,7 @@ CUTE_DEVICE void fill_ring(Shared<T>& shared, Source&& source) {
     if (source.last()) ready.end_split(at, i + 1, single, [&](KeyPosition<T> lent) { source.acquire_lent(lent); });
   }
   source.finish();
+  await_release<T>(shared, at);
 }
 
 // The tiles of a partition of dense attention, as its sources walk them. Pages: what fetches a split's pages; it is told where a

@@ -186,7 +186,7 @@ class ListedRows {
     cute::for_each(cute::make_seq<T::kRuns>{}, [&](auto run) {
       constexpr int kRun = decltype(run)::value;
       constexpr int kBegin = T::run_begin(kRun), kRunStages = T::run_begin(kRun + 1) - kBegin;
-      if (holds_back_) shared_.keys.wait(at.behind(kStagesInFlight<T>));  // no more is in flight than wanted
+      if (holds_back_) hold_back<T>(shared_, at.behind(kStagesInFlight<T>));
       CUTE_UNROLL
       for (int s = 0; s < kRunStages; ++s) ETAP_MARKED(rows_room, shared_.keys.acquire(at.ahead(s)));
       if (kBegin == 0) write_mask(shared_.valid[at.stage], rows_.present);

@@ -235,7 +235,7 @@ class CacheRows : public DenseTiles<T, PagedRows<T::kGatherWarps>> {
  private:
   CUTE_DEVICE void acquire(KeyPosition<T> at) {
     if constexpr (T::kFp8Cache) {
-      shared_.keys.wait(at.behind(tiles_begun_ <= T::kSerializedTiles ? 1 : kStagesInFlight<T>));
+      hold_back<T>(shared_, at.behind(tiles_begun_ <= T::kSerializedTiles ? 1 : kStagesInFlight<T>));
     } else {
       // Consumers may wait for what has not been announced before they make room.
       if (!__all_sync(0xffffffff, shared_.keys.has_room(at))) landing_.template land<0>(shared_);

@@ -98,6 +98,7 @@ CUTE_DEVICE void gather_queries(Shared<T>& shared, const DecodeParams& params, i
     cutlass::arch::fence_view_async_shared();  // these writes, for WGMMA
     shared.queries.commit(at);
   }
+  shared.queries.acquire(at);  // as copy_queries does
 }
 
 // kWarps says how many may gather.

@@ -78,7 +78,7 @@ class WholeTiles : public DenseTiles<T, PageFetcher> {
       // that.
       if (before_predecessors_end_) before_predecessors_end_ = at.parity == 0 && !shared_.queries.filled({});
       const bool one = (before_predecessors_end_ && split_.tiles() > 1) || Tiles::serialize_first_loads();
-      shared_.keys.wait(at.behind(one ? 1 : kStagesInFlight<T>));  // no more is in flight than wanted
+      hold_back<T>(shared_, at.behind(one ? 1 : kStagesInFlight<T>));
       shared_.keys.acquire(at);
       if (threadIdx.x % kWarpSize != 0) continue;
       ETAP_MARKED(expected_bytes, shared_.keys.expect_bytes(at, T::kStageBytes));
@@ -115,7 +115,7 @@ class TileParts : public DenseTiles<T, PageFetcher> {
     const bool elected = threadIdx.x % kWarpSize == 0;
 #pragma unroll
     for (int stage = 0; stage < T::kStagesPerTile; ++stage, at.advance(1)) {
-      shared_.keys.wait(at.behind(Tiles::serialize_first_loads() ? 1 : kStagesInFlight<T>));
+      hold_back<T>(shared_, at.behind(Tiles::serialize_first_loads() ? 1 : kStagesInFlight<T>));
       shared_.keys.acquire(at);
       if (elected) {
         if (warp_ == 0) {
