@@ -29,8 +29,9 @@ ALSO = {
     "glm-5.2-fp8": "glm-5.2",
     "kimi-k2-instruct": "kimi-k2",
     "kimi-k2-instruct-0905": "kimi-k2",
-    "kimi-k2.5": "kimi-k2-thinking",  # the same text model, as K2.6's
-    "kimi-k2.6": "kimi-k2-thinking",
+    "kimi-k2-thinking": "kimi-k2.5",  # the same text model
+    "kimi-k2.6": "kimi-k2.5",
+    "kimi-k2.7-code": "kimi-k2.5",
     "kimi-linear-48b-a3b-instruct": "kimi-linear",
     "mistral-large-3-675b-instruct-2512": "mistral-large-3",
 }
@@ -46,6 +47,10 @@ def shipped(kind: str) -> list[str]:
     return sorted(path.stem for path in (FOLDER / kind).glob("*.json"))
 
 
+def shortened(name: str) -> str:
+    return name if len(name) <= 200 else f"{name[:200]}..."
+
+
 def find(kind: str, name: str) -> Path:
     """The file that `name` means: an existing path, or a file of configs/`kind` in any case of letters, with or without
     the organisation that a hub puts before it (deepseek-ai/DeepSeek-R1).
@@ -56,7 +61,7 @@ def find(kind: str, name: str) -> Path:
     for path in Path(name), FOLDER / kind / f"{ALSO.get(known, known)}.json":
         if os.path.isfile(path):  # Path.is_file raises for a name that is too long or below a closed folder
             return path
-    got = name if len(name) <= 200 else f"{name[:200]}..."
+    got = shortened(name)
     if name.endswith(".json") or name.startswith((".", "/", "~")) or name.count("/") > 1:
         raise ValueError(f"{CALLED[kind]}: wanted a file that exists and can be read, got {got}")
     raise ValueError(f"{CALLED[kind]}: wanted a file or one of {', '.join(shipped(kind))}, got {got}")

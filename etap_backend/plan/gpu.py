@@ -57,8 +57,8 @@ class Call:
 
     It is fixed_us, and factor x the roofline or longest_us per 1,024 rows of one request, whichever is longer; then
     what the division of the work costs: full_factor x the roofline of a call whose CTAs are all as full as the
-    fullest, wave_factor x that of whole waves of one CTA per request, request_us per request, split_us per part of a
-    request and combine_us where requests have parts.
+    fullest, wave_factor x that of whole waves of one CTA per request, part_us per part of all requests, split_us per
+    part of one request and combine_us where requests have parts.
     """
 
     kernel: str
@@ -71,7 +71,7 @@ class Call:
     longest_us: Cost = 0.0
     full_factor: Cost = 0.0
     wave_factor: Cost = 0.0
-    request_us: Cost = 0.0
+    part_us: Cost = 0.0
     split_us: Cost = 0.0
     combine_us: Cost = 0.0
     status: Status
@@ -84,7 +84,7 @@ class Call:
     def costs(self) -> tuple[float, ...]:
         """The factors of `numbers`."""
         cut = self.full_factor, self.wave_factor, self.split_us, self.combine_us
-        return self.fixed_us, self.factor, self.request_us, *cut
+        return self.fixed_us, self.factor, self.part_us, *cut
 
 
 def numbers(roofline_us: float, load: Load, longest_us: float = 0.0) -> tuple[float, ...]:
@@ -93,7 +93,7 @@ def numbers(roofline_us: float, load: Load, longest_us: float = 0.0) -> tuple[fl
     fullest = load.partitions * (load.share + TILES_OF_A_REQUEST) * TILE_TOKENS
     full = roofline_us * fullest / (load.requests * load.tokens)
     waves = roofline_us * -(-load.requests // load.partitions) * load.partitions / load.requests
-    return 1.0, work, load.requests, full, waves, load.splits, load.splits > 1
+    return 1.0, work, load.requests * load.splits, full, waves, load.splits, load.splits > 1
 
 
 LONGEST_REST = Figure(

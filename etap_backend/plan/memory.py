@@ -70,7 +70,7 @@ def _attention(model: Model, on: Deployment, layers: int) -> list[Weights]:
     latent = layers * model.kv_lora_rank * heads * (model.qk_nope_head_dim + model.v_head_dim)
     latent = 0 if model.v4 else latent  # queries are already in the cache's space
     return [
-        Weights("attention, latent projections", layers * down, 1, each),
+        Weights("attention, latent projections", layers * down, 1, model.latent_bytes),
         Weights("attention, heads", layers * (queries + output + gate), on.tp, each),
         Weights("attention, latent to heads", latent, on.tp, each, read_by_decode=False),
         # The engines keep kv_b_proj's absorbed form in the activations' type beside the loaded weight.

@@ -40,7 +40,7 @@ class Quantization:
     bits: Literal[4, 8] | None = None  # of weights packed into words, with a scale and perhaps a zero per group
     group_size: Size | None = None
     zero_point: bool = False
-    left_out: tuple[str, ...] = ()  # patterns of modules in two bytes
+    left_out: tuple[str, ...] = ()  # modules in two bytes: parts of their names, or patterns after re:
 
     def __post_init__(self) -> None:
         if self.quant_method == "compressed-tensors" and self.format is None:
@@ -48,17 +48,24 @@ class Quantization:
             raise ValueError(f"format: wanted {wanted} beside quant_method compressed-tensors, got none")
         if self.packed and not (self.bits and self.group_size):
             raise ValueError(f"bits: wanted 4 or 8, and a group_size, beside quant_method {self.quant_method}")
+        try:
+            self.bytes_of("")
+        except re.error as error:
+            raise ValueError(f"left_out: wanted regular expressions after re:, got {error.pattern!r}") from error
 
     @property
     def packed(self) -> bool:
         return self.quant_method in PACKED or self.format == "pack-quantized"
 
     def bytes_of(self, module: str) -> float:
-        """Bytes of a packed weight with its share of scale and zero, or 2 where a pattern leaves the module out."""
-        assert self.bits and self.group_size
-        if any(re.search(pattern.removeprefix("re:"), module) for pattern in self.left_out):
-            return 2.0
-        return self.bits / 8 + (2 + self.zero_point * self.bits / 8) / self.group_size
+        """Bytes of a weight with its share of scale and zero, or 2 where the module is left out."""
+        for name in self.left_out:
+            if re.search(name[3:], module) if name.startswith("re:") else name in module:
+                return 2.0
+        if self.bits and self.group_size:
+            return self.bits / 8 + (2 + self.zero_point * self.bits / 8) / self.group_size
+        rows, columns = self.weight_block_size or (128, 128)
+        return 1 + 4 / (rows * columns)
 
 
 @dataclass(frozen=True)
@@ -253,10 +260,7 @@ class Model:
         how = self.quantization_config
         if how is None or not (self.fp8_weights or how.packed):
             return 2.0
-        if how.packed:
-            return how.bytes_of(f"model.layers.{self.first_k_dense_replace}.{module}")
-        rows, columns = how.weight_block_size or (128, 128)
-        return 1 + 4 / (rows * columns)
+        return how.bytes_of(f"model.layers.{self.first_k_dense_replace}.{module}")
 
     @property
     def weight_bytes(self) -> float:
@@ -267,6 +271,11 @@ class Model:
     def attention_bytes(self) -> float:
         """Bytes of an attention weight; GLM-5.3-Flash's FP8 checkpoint keeps them in bfloat16."""
         return 2.0 if self.model_type.startswith("glm5_next") else self._bytes("self_attn.o_proj")
+
+    @property
+    def latent_bytes(self) -> float:
+        """Bytes of a weight that projects to the latent; Mistral-Large-3 leaves it in bfloat16."""
+        return max(self.attention_bytes, self._bytes("self_attn.q_a_proj"))
 
     @property
     def expert_bytes(self) -> float:
@@ -304,7 +313,7 @@ def _quantization(how: dict) -> dict:
     weights = next((group.get("weights") for group in groups.values()), None) if isinstance(groups, dict) else None
     if how.get("quant_method") == "compressed-tensors" and isinstance(weights, dict):
         if how.get("format") == "float-quantized":
-            return {"quant_method": "fp8", "weight_block_size": weights.get("block_structure")}
+            return {"quant_method": "fp8", "weight_block_size": weights.get("block_structure"), "left_out": left_out}
         zero = weights.get("symmetric") is False
         how |= {"bits": weights.get("num_bits"), "group_size": weights.get("group_size"), "zero_point": zero}
     if how.get("group_size") == -1:  # one group per column
@@ -344,6 +353,9 @@ def read_model(name: str) -> Model:
 
     Raises ValueError, naming the argument and the key, otherwise.
     """
+    if name.rpartition("/")[2].lower().startswith("longcat-flash") and not os.path.exists(name):
+        reason = NOT_PLANNED["longcat_flash"]
+        raise ValueError(f"model: wanted one that the plan knows, got {files.shortened(name)}: {reason}")
     path = Path(name) / "config.json" if os.path.isdir(name) else files.find("models", name)
     content = files.read_json(path, "model")
     try:

@@ -118,10 +118,23 @@ def test_bytes_of_packed_weights(tmp_path, how, left_out, attention, expert):
 
 @pytest.mark.parametrize(
     "name, shipped",
-    [("ZAI-org/glm-5", "glm-5-fp8"), ("GLM-5.2", "glm-5.2"), ("moonshotai/Kimi-K2.5", "kimi-k2-thinking")],
+    [("ZAI-org/glm-5", "glm-5-fp8"), ("GLM-5.2", "glm-5.2"), ("moonshotai/Kimi-K2-Thinking", "kimi-k2.5")],
 )
 def test_models_have_their_hubs_names_in_any_case(name, shipped):
     assert read_model(name) == read_model(shipped) and read_gpu("h20-3E") == H20_141
+
+
+def test_every_model_says_where_its_configuration_is_published():
+    for name in files.shipped("models"):
+        source = json.loads((FOLDER / f"models/{name}.json").read_text())["source"]
+        assert re.match(r"https://huggingface[.]co/[\w.-]+/[\w.-]+/blob/main/(config|params)[.]json", source), name
+
+
+def test_modules_left_out_of_fp8_keep_two_bytes():
+    """Mistral-Large-3 keeps its latent projections in bfloat16, on every rank."""
+    large, parts = read_model("mistral-large-3"), weights_of(read_model("mistral-large-3"), on())
+    each = {part.name: part.bytes_each for part in parts}
+    assert each["attention, latent projections"] == 2.0 and each["experts"] == large.attention_bytes < 1.01
 
 
 def test_the_outer_quantization_counts_where_the_text_models_is_null(tmp_path):
@@ -423,6 +436,7 @@ def linear(full_attention: list[int]) -> dict:
         ({"quantization_config": {"quant_method": "awq"}}, "bits"),
         ({"model_type": "longcat_flash"}, "model_type"),
         ({"quantization_config": {"quant_method": "compressed-tensors"}}, "format"),
+        ({"quantization_config": {"quant_method": "fp8", "modules_to_not_convert": ["re:*proj"]}}, "left_out"),
         (linear([4, 62]), "linear_attn_config.full_attn_layers"),
         (linear([4, 4]), "linear_attn_config.full_attn_layers"),
         (linear([]), "linear_attn_config.full_attn_layers"),
@@ -580,6 +594,7 @@ def test_json_has_what_the_screen_has(etap_plan):
         (["--utilization", "nan"], "--utilization: wanted"),
         (["no-one/no-model"], "model: wanted a file or one of deepseek-r1, .*, got no-one/no-model"),
         (["./no-model"], "model: wanted a file that exists and can be read, got ./no-model$"),
+        (["meituan-longcat/LongCat-Flash-Chat"], "model: wanted one that the plan knows, .*: LongCat-Flash has"),
         (["x" * 5000], "model: wanted a file or one of .*, got x{200}[.]{3}$"),
         (["--gpu", "/" + "x" * 5000], "--gpu: wanted a file that exists and can be read, got /x"),
         ([__file__], "model: wanted a JSON file, got .*test_plan.py"),
