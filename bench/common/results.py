@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import typer
+
 
 def write(document: dict, path: Path) -> None:
     """Replace the file atomically: an interrupted run leaves no half of one."""
@@ -30,6 +32,15 @@ def must_be_writable(path: Path) -> None:
         part.unlink()
     except OSError as error:
         raise ValueError(f"--output: wanted a file that can be written, got {path}: {error}") from error
+
+
+def check_output(path: Path | None) -> None:
+    """Refuse an --output that could not be written as typer refuses arguments; None is no file."""
+    try:
+        if path is not None:
+            must_be_writable(path)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
 
 
 def must_be_new(path: Path) -> None:

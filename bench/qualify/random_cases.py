@@ -24,7 +24,7 @@ import torch
 import typer
 
 from bench.common.provenance import provenance
-from bench.common.results import must_be_writable, write
+from bench.common.results import check_output, write
 from bench.qualify import random_sparse_cases
 from support.cases import LAWS, Case, Runner, build
 from support.compare import problems_with, rounds_queries, truth
@@ -131,11 +131,7 @@ def main(
 ) -> None:
     """Compare random cases of the call with float64; exit with 1 if any is wrong."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        if output:
-            must_be_writable(output)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
+    check_output(output)
     about = provenance("python -m bench random-cases")
     found = run(count, seed, device, sparse)
     outcome = f"{count:,} cases, {found['wrong']} wrong, seed {seed}, on {DEVICES[device]}"

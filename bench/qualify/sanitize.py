@@ -20,7 +20,7 @@ from typing import Annotated
 import typer
 
 from bench.common.provenance import provenance
-from bench.common.results import must_be_writable, write
+from bench.common.results import check_output, write
 from support import cases, compare, sparse_cases, sparse_compare
 from support.cases import Case, Problem, Runner
 from support.sparse_cases import SparseCase, SparseProblem, SparseRunner
@@ -109,8 +109,7 @@ def main(
         return
     if not shutil.which("compute-sanitizer"):
         raise typer.BadParameter("compute-sanitizer is not on PATH; it comes with the CUDA toolkit")
-    if output:
-        must_be_writable(output)
+    check_output(output)
     about = provenance("python -m bench sanitize")
     found = {tool: sanitize(tool) for tool in tools or ("memcheck", "racecheck")}
     if output:

@@ -29,7 +29,7 @@ from unittest import mock
 import typer
 
 from bench.common.provenance import commit_of, provenance
-from bench.common.results import must_be_writable, write
+from bench.common.results import check_output, write
 
 MAX_FAILURES, MAX_TEXT = 20, 600  # kept in a results file; characters of each failure
 
@@ -174,11 +174,7 @@ def main(
     numbers = re.fullmatch(r"([1-9]\d*)/([1-9]\d*)", part)
     if not numbers or int(numbers[1]) > int(numbers[2]):
         raise typer.BadParameter(f"--part: wanted I/N with I from 1 to N, got {part}")
-    try:
-        if output:
-            must_be_writable(output)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
+    check_output(output)
     script = Path(wanted.script) if wanted.script else None
     options, report = Options(checkout, script, (int(numbers[1]), int(numbers[2]))), Report()
     about = provenance("python -m bench suites")

@@ -145,7 +145,14 @@ struct Ring {
       empty[stage].init(consumer_warps * kReleasingLanes);
     });
   }
-  CUTE_DEVICE void acquire(Position at) { spin<kTraps>(empty[at.stage], at.parity ^ 1); }
+  // traps, a constant: also where kTraps says no. A wait that does not wait takes no more instructions then.
+  CUTE_DEVICE void acquire(Position at, bool traps = kTraps) {
+    if (kTraps || !traps) {
+      spin<kTraps>(empty[at.stage], at.parity ^ 1);
+    } else if (!has_room(at)) {
+      spin<true>(empty[at.stage], at.parity ^ 1);
+    }
+  }
   // Whether acquire would not wait now.
   CUTE_DEVICE bool has_room(Position at) {
     return ptx::mbarrier_test_wait(cute::cast_smem_ptr_to_uint(&empty[at.stage]), at.parity ^ 1);

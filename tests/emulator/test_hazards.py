@@ -155,7 +155,9 @@ SPARSE_DEADLOCKS = [
     (SparseCase(2, 16, 130, **ONE), "lent_commit"),
     (SparseCase(1, 16, 64, **ONE), "rows_commit"),
     (SparseCase(1, 32, 64, "fp8", **ONE), "tile_ready"),
+    (SparseCase(1, 64, 400, **ONE), "stage_release"),
     (SparseCase(1, 64, 64, **ONE), "rows_commit"),
+    (SparseCase(1, 64, 400, "v4", **ONE), "rows_commit"),
     (SparseCase(1, 64, 64, "v4", **ONE), "rows_commit"),
 ]
 

@@ -145,7 +145,8 @@ class DequantisedRows {
     cute::for_each(cute::make_seq<T::kStagesPerTile>{}, [&](auto stage) {
       constexpr int kStage = decltype(stage)::value;
       const auto to = at.ahead(kStage);
-      if (kFirst) ETAP_MARKED(rows_room, shared_.keys.acquire(to));
+      // Consumers that are stuck keep the first stage of a half: that wait traps.
+      if (kFirst) ETAP_MARKED(rows_room, shared_.keys.acquire(to, kStage % T::kHalfChunks == 0));
       if (kFirst && kStage == 0) write_mask(shared_.valid[to.stage], present);
       convert_stage<kOctet, kStage, kLarge>(to.stage, i);
       if (kLast) {

@@ -187,8 +187,9 @@ class ListedRows {
       constexpr int kRun = decltype(run)::value;
       constexpr int kBegin = T::run_begin(kRun), kRunStages = T::run_begin(kRun + 1) - kBegin;
       if (holds_back_) hold_back<T>(shared_, at.behind(kStagesInFlight<T>));
+      // Consumers that are stuck keep the first stage of a run: that wait traps.
       CUTE_UNROLL
-      for (int s = 0; s < kRunStages; ++s) ETAP_MARKED(rows_room, shared_.keys.acquire(at.ahead(s)));
+      for (int s = 0; s < kRunStages; ++s) ETAP_MARKED(rows_room, shared_.keys.acquire(at.ahead(s), s == 0));
       if (kBegin == 0) write_mask(shared_.valid[at.stage], rows_.present);
       copier_.template copy<kRunStages * T::kChunksPerStage>(T::first_chunk(kBegin, i), ring_ + at.stage * T::kStageBytes);
       // A stage is full when the copies of all lanes are there, which each of them counts, and the warps say so.

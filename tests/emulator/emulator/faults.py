@@ -15,7 +15,7 @@ def without(name: str) -> Edit:
         of_copies = item.parts[:2] == ("cp", "async") and item.parts[2] in OF_COPIES
         if mark != name or not (item.parts[0] in SYNCHRONISATION or of_copies):
             return item.text
-        if "try_wait" in item.parts:
+        if {"try_wait", "test_wait"} & set(item.parts):
             return f"setp.eq.u32 {item.operands[0].name}, 0, 0;"
         if "red" in item.parts:  # each thread is told its own vote
             return f"mov.pred {item.operands[0].name}, {item.operands[-1].name};"
