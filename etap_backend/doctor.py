@@ -44,6 +44,7 @@ print("{mark}" + (why_not or "").partition("\\n")[0])
 """The end of a probe; it prints a line with the reason after the mark, or nothing after it where ETAP can run."""
 SOURCES = Path(etap_backend.__file__).parent
 SPARSE_MODELS = "sparse attention (DeepSeek-V3.2, GLM-5)"
+DRIVER_FIRST = "mend the driver first: without it the engine's own libraries may not load"
 
 
 class Verdict(Enum):
@@ -118,7 +119,9 @@ PLUGINS = (
         "sglang.srt.plugins",
         "SGLANG_PLUGINS",
         _in_sglangs_list,
-        "from etap_backend.sglang import registration; registration.check_plugin()",
+        "from etap_backend.sglang import registration\n"
+        "try: registration.check_plugin()\n"
+        "except registration.Unavailable as reason: raise SystemExit(str(reason))",
         "registration.why_unusable(sparse=True)",
         "--kv-cache-dtype auto, bfloat16 or fp8_e4m3",
         "registration.why_no_v4()",
@@ -248,15 +251,19 @@ def check_plugin(plugin: Plugin) -> Finding:
 def run(options: object = None) -> int:
     """Print each finding as it comes; gives 1 when something is broken, else 0."""
     checks: dict[str, Callable[[], Finding]] = {"driver": check_driver, "GPU": check_gpu, "library": check_library}
-    checks |= {plugin.engine.name: lambda plugin=plugin: check_plugin(plugin) for plugin in PLUGINS}
+    engines = {plugin.engine.name: lambda plugin=plugin: check_plugin(plugin) for plugin in PLUGINS}
+    checks |= engines
     print(f"etap-backend {__version__} in {SOURCES}, torch {torch.__version__}")
-    broken = False
+    broken = no_driver = False
     for name, check in checks.items():
         print(f"{name:<9}", end="", flush=True)  # an engine takes half a minute to load
         finding = check()
         broken |= finding.verdict is Verdict.BROKEN
         print(f"{finding.verdict.value:<15}{finding.found}".rstrip())
-        for more in filter(None, (finding.remedy, *finding.sparse)):
+        no_driver |= name == "driver" and finding.verdict is Verdict.BROKEN
+        refused = finding.verdict is Verdict.BROKEN or any(line.startswith("no ") for line in finding.sparse)
+        first = DRIVER_FIRST if no_driver and refused and name in engines else ""
+        for more in filter(None, (finding.remedy, *finding.sparse, first)):
             print(f"{'':<9}{'':<15}{more}")
         if finding.hangs:
             break

@@ -64,7 +64,8 @@ def lacking(classes: Callable[[], Iterable[type]], optional: Iterable[str] = ())
     try:
         found = list(classes())
     except Exception as error:  # the engine's modules run code, which may fail in any way
-        return [f"{type(error).__name__}: {error}".splitlines()[0]]
+        text = next(filter(None, map(str.strip, str(error).splitlines())), "")  # sgl_kernel's begins with an empty line
+        return [f"{type(error).__name__}: {text}"]
     return [name for cls in found for name in misfits(cls, optional)]
 
 

@@ -339,6 +339,18 @@ def test_an_engine_that_does_not_load_is_reported_with_its_own_words(plugin, ent
     assert broken.found.endswith("not usable: RuntimeError: its own words")
 
 
+@pytest.mark.parametrize("verdict, said", [("BROKEN", 2), ("OK", 0)])
+def test_an_engine_that_lacks_something_without_a_driver_is_not_blamed(
+    plugin, entry_point, monkeypatch, etap, verdict, said
+):
+    """Engines' libraries link to the driver's: without it they do not load, or not with sparse attention."""
+    sparse = replace(plugin, engine=replace(plugin.engine, name="Other"), why_not_sparse="'it lacks a part'")
+    broken = replace(plugin, probe="raise RuntimeError('libcuda.so.1')")
+    monkeypatch.setattr(doctor, "PLUGINS", (sparse, broken))
+    monkeypatch.setattr(doctor, "check_driver", lambda: doctor.Finding(doctor.Verdict[verdict], "", ""))
+    assert etap("doctor")[1].count(doctor.DRIVER_FIRST) == said
+
+
 @pytest.mark.parametrize(
     "module, requirement", [("vllm", "etap-backend[vllm]"), ("tvm_ffi", "etap-backend"), (None, "")]
 )

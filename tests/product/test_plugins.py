@@ -60,6 +60,16 @@ def test_a_failed_import_is_named(monkeypatch):
     assert reason.startswith("vLLM 0.99.0 lacks what ETAP uses: ImportError: cannot import name 'gone' from 'json'")
 
 
+def test_the_first_words_of_a_failed_import_are_told():
+    """Those of sgl_kernel begin with an empty line."""
+
+    def classes():
+        raise ImportError("\n[sgl_kernel] could not load any library!\n\nAttempted locations: ...")
+
+    assert engine_contract.lacking(classes) == ["ImportError: [sgl_kernel] could not load any library!"]
+    assert engine_contract.lacking(lambda: [][0]) == ["IndexError: list index out of range"]
+
+
 def test_a_name_that_is_lacked_twice_is_named_once(monkeypatch):
     monkeypatch.setattr(engine_contract.importlib.metadata, "version", {"vllm": "0.99.0"}.get)
     assert ENGINE.why_lacking(["one", "another", "one"]) == "vLLM 0.99.0 lacks what ETAP uses: one; another"
