@@ -1,16 +1,17 @@
-// The k largest logits of a row, by a cluster of CTAs that holds the row in registers.
+// The k largest logits of a row, by one CTA or by a cluster's CTAs that share the row.
 //
-// 1. Each CTA counts its keys in 4096 bins (keys.cuh) in shared memory, and gives every CTA of the cluster the sums of 32 groups.
-// 2. Behind a barrier of the cluster each finds the group with the k-th key, reads that group's bins from all CTAs, and finds
-//    the bin. Where it holds more keys than the list takes, they are counted again in parts of the bin: at most three times,
-//    until the parts are single keys.
-// 3. The bin's keys, the candidates, go to a list in every CTA. Behind the second barrier each finds the k-th key in it, how
-//    many equal ones are taken, and how many of both the CTAs with lower positions have.
-// 4. Each warp counts what it takes, and writes it behind what lower positions take: positions ascend, and of equal keys the
+// 1. A warp has consecutive blocks of 128 logits, which it copies to shared memory. Meanwhile every CTA of the row looks at the
+//    same 256 logits, and takes two of them as bounds that the k-th is likely to be between.
+// 2. Each warp lists its logits from the lower bound on, in the order of their positions. What follows reads the lists, or, where
+//    a warp's list is too short for them, all of the warp's logits again.
+// 3. Each CTA counts keys in 128 bins, and gives the counts to all others. Behind a barrier each finds the bin with the k-th key.
+//    Should it lie below the lower bound, all logits are counted again; where the bin has many keys, its parts are.
+// 4. The bin's keys, the candidates, go to a list in every CTA. Behind a second barrier each finds the k-th key among them.
+// 5. Each warp counts what it takes, and writes it behind what lower positions take: positions ascend, and of equal keys the
 //    lowest positions are taken, whatever the number of CTAs.
 //
-// A warp has consecutive blocks of 128 keys. What lies behind the row's end counts as the lowest key: it is behind all others, and
-// a row of more than k keys never takes it. There are no waits but barriers.
+// The bounds only decide how much is read again. There are no waits but barriers and those for a warp's own copies.
+// A phase has few instructions: they come from memory in every launch, and this takes longer than what they do.
 #include <algorithm>
 
 #include "common/warp.cuh"
@@ -21,114 +22,194 @@
 namespace etap::top_k {
 namespace {
 
-constexpr int kWarps = 32;
+constexpr int kWarps = 16;  // fewer would wait longer for each other's instructions, more would have more of them
 constexpr int kThreads = kWarps * kWarpSize;
-constexpr int kVectorKeys = 4;
-constexpr int kBlockKeys = kWarpSize * kVectorKeys;
-constexpr int kVectors = 4;  // of a lane, in registers
-constexpr int kGroupBins = kBins / kWarpSize;  // as many as a warp has lanes, four bins a lane
-constexpr int kBinBits = 12;
-constexpr int kListKeys = 2048;
-constexpr int kDigitBits = 10;
-constexpr int kDigits = 1 << kDigitBits;
-constexpr int kFew = 128;  // candidates that are compared with each other
+constexpr int kBlockKeys = 128;
+constexpr int kBlockSteps = kBlockKeys / kWarpSize;
+constexpr int kStages = 8;            // blocks of a warp on their way
+constexpr int kListed = 1024;         // logits in a warp's list: all that it has in flight
+constexpr int kCandidates = 512;
+constexpr int kAloneKeys = 8192;      // up to here a row has one CTA: to exchange counts would take longer
+constexpr int kCtaKeys = 4096;        // of a longer row
+constexpr int kSamples = 256, kGroup = 4, kPivots = kSamples / kGroup;
+constexpr int kTeam = 8;              // lanes that compare one key with many
 constexpr uint32_t kAllLanes = 0xffffffff;
-static_assert(kBins == 1 << kBinBits && kBins == kThreads * 4 && kGroupBins == kWarpSize * 4 && kDigits == kThreads);
+static_assert(kBins == kWarpSize * 4 && kThreads == kPivots * kTeam && kWarps >= kMostCtas && kListed == kStages * kBlockKeys);
 
-// Where the k-th key is: in `interval`, as the `wanted`-th from above of `inside`. The row's CTAs before this one have `lower_above`
-// keys above the interval and `lower_inside` in it.
+// The k-th key is in the interval, as the `wanted`-th from above of `inside`. The row's CTAs before this one have `lower_above` keys
+// above the interval and `lower_inside` in it.
 struct Search {
-  Interval interval;
+  Interval keys;
   int wanted;
   int inside;
   int lower_above;
   int lower_inside;
 };
 
-// The k-th key, how many equal ones are taken and are there, and what the CTAs before have above it and equal.
-struct Threshold {
-  int32_t key;
-  int taken;
-  int equal;
-  int lower_above;
-  int lower_equal;
-};
-
 struct Shared {
+  float stages[kWarps][kStages][kBlockKeys];
+  int2 lists[kWarps][kListed];  // logit and position
+  int32_t counts[2][kMostCtas][kBins];
   int32_t bins[kBins];
-  int32_t groups[kMostCtas][kWarpSize];
-  int32_t list[kListKeys];
-  int32_t digits[kDigits];
-  int32_t warp_sums[2][kWarps];
+  int32_t candidates[kCandidates];
+  int32_t pivots[kPivots];
+  int2 taken[kWarps];
   int collected;
-  int bin;
+  Interval window;  // the k-th key is likely in it
+  int32_t least;    // that is listed
   Search search;
-  Threshold threshold;
-};
-
-// The row of a CTA, and the blocks of a warp.
-struct Row {
-  const float* logits;
-  int length;
-  bool aligned;
-  int first;  // block
-  int end;
-
-  CUTE_DEVICE int4 load(int block) const {
-    const int at = block * kBlockKeys + int(threadIdx.x) % kWarpSize * kVectorKeys;
-    float4 x;
-    ptx::load_if(aligned && at + kVectorKeys <= length, logits + at, x);
-    if (!aligned || (at < length && at + kVectorKeys > length)) {
-      x.x = at < length ? logits[at] : 0;
-      x.y = at + 1 < length ? logits[at + 1] : 0;
-      x.z = at + 2 < length ? logits[at + 2] : 0;
-      x.w = at + 3 < length ? logits[at + 3] : 0;
-    }
-    return {at < length ? key_of(x.x) : kLowest, at + 1 < length ? key_of(x.y) : kLowest,
-            at + 2 < length ? key_of(x.z) : kLowest, at + 3 < length ? key_of(x.w) : kLowest};
-  }
-};
-
-// A warp's keys, in registers where they are no more than these hold.
-struct Keys {
-  const Row& row;
-  int4 held[kVectors];
-
-  CUTE_DEVICE void load(int first) {
-    CUTE_UNROLL
-    for (int j = 0; j < kVectors; ++j) {
-      if (first + j < row.end) held[j] = row.load(first + j);
-    }
-  }
-  // visit(four keys, position of the first), by all lanes of a warp at a time, in the order of positions.
-  template <class Visit>
-  CUTE_DEVICE void each(Visit&& visit) {
-    const bool all_held = row.end - row.first <= kVectors;
-#pragma unroll 1
-    for (int first = row.first; first < row.end; first += kVectors) {
-      if (!all_held) load(first);
-      CUTE_UNROLL
-      for (int j = 0; j < kVectors; ++j) {
-        if (first + j < row.end) {
-          visit(held[j], (first + j) * kBlockKeys + int(threadIdx.x) % kWarpSize * kVectorKeys);
-        }
-      }
-    }
-  }
-  template <class Visit>
-  CUTE_DEVICE void each_key(Visit&& visit) {
-    each([&](const int4& keys, int) {
-      visit(keys.x);
-      visit(keys.y);
-      visit(keys.z);
-      visit(keys.w);
-    });
-  }
 };
 
 CUTE_DEVICE int lane_id() { return threadIdx.x % kWarpSize; }
-CUTE_DEVICE int sum_of(const int4& x) { return x.x + x.y + x.z + x.w; }
+CUTE_DEVICE int warp_id() { return threadIdx.x / kWarpSize; }
+CUTE_DEVICE uint32_t ballot(bool x) { return __ballot_sync(kAllLanes, x); }
+CUTE_DEVICE int lower_lanes(uint32_t lanes) { return __popc(lanes & ((1u << lane_id()) - 1)); }
 CUTE_DEVICE int warp_sum(int x) { return int(__reduce_add_sync(kAllLanes, uint32_t(x))); }
+CUTE_DEVICE void sync_row(int ctas) {
+  if (ctas == 1) return __syncthreads();
+  ptx::cluster_arrive();
+  ptx::cluster_wait();
+}
+
+// Where results go.
+struct Target {
+  int32_t* out;
+  const int32_t* table;  // null: positions
+  int page_size;
+  int table_width;
+
+  CUTE_DEVICE Target(const TopKParams& params, int row)
+      : out(params.out + row * params.out_stride), table(params.block_table), page_size(params.page_size),
+        table_width(params.table_width) {
+    if (table != nullptr) table += row / params.rows_per_table * params.table_stride;
+  }
+  CUTE_DEVICE void write(int index, int position) const {
+    int entry = position;
+    if (table != nullptr) {
+      const uint32_t page = uint32_t(position) / uint32_t(page_size);
+      entry = page < table_width ? table[page] * page_size + int(position - page * page_size) : -1;
+    }
+    out[index] = entry;
+  }
+};
+
+// A row, and a warp's blocks of it.
+struct Row {
+  const float* logits;
+  int length;
+  int block;
+  int end;
+
+  CUTE_DEVICE Row(const TopKParams& params, int row, int length, int ctas, int rank)
+      : logits(params.logits + row * params.logits_stride), length(length) {
+    const int blocks = (length + kBlockKeys - 1) / kBlockKeys, share = (blocks + kWarps - 1) / kWarps;
+    const int each = int(__fdividef(share - 0.5f, ctas)) + 1;  // share / ctas, rounded up: exact, as share < 2^22
+    block = min((rank * kWarps + warp_id()) * each, blocks);
+    end = min(block + each, blocks);
+  }
+  CUTE_DEVICE int keys() const { return min(end * kBlockKeys, length) - block * kBlockKeys; }
+  // Each lane copies what it reads itself.
+  CUTE_DEVICE void copy(Shared& shared, int block) const {
+    const int at = block * kBlockKeys + lane_id();
+    const uint32_t to = shared_address(&shared.stages[warp_id()][block % kStages][lane_id()]);
+    CUTE_UNROLL
+    for (int i = 0; i < kBlockSteps; ++i) {
+      const bool there = block < end && at + i * kWarpSize < length;
+      if (there) copy_async_4(to + i * kWarpSize * sizeof(float), logits + at + i * kWarpSize);
+    }
+    end_of_group();
+  }
+};
+
+// How many of a list are above a key, and 2^16 times how many are equal to it; a team's lanes take turns.
+template <int kUnroll>
+CUTE_DEVICE int compare(const int32_t* list, int count, int32_t key) {
+  int sum = 0;
+#pragma unroll kUnroll
+  for (int i = threadIdx.x % kTeam; i < count; i += kTeam) {
+    sum += list[i] > key;
+    sum += (list[i] == key) << 16;
+  }
+  CUTE_UNROLL
+  for (int step = 1; step < kTeam; step *= 2) sum += __shfl_xor_sync(kAllLanes, sum, step);
+  return sum;
+}
+
+// The bounds of the k-th key, by what ranks it may have among the highest of each four samples: a part q of all keys is taken, of
+// which four have one with probability p. Four standard deviations on both sides; the lower bound is kLowest where there is none.
+CUTE_DEVICE void find_window(Shared& shared, float sample, int k, int length) {
+  if (threadIdx.x < kSamples) {
+    int32_t key = key_of(sample);
+    for (int step = 1; step < kGroup; step *= 2) key = max(key, __shfl_xor_sync(kAllLanes, key, step));
+    const int pivot = threadIdx.x / kGroup;
+    if (threadIdx.x % kGroup == 0) shared.pivots[pivot] = (key & -kPivots) | pivot;  // no two are equal
+  }
+  const float rest = 1 - __fdividef(k, length), p = 1 - rest * rest * rest * rest, mean = kPivots * p;
+  const float margin = 4 * square_root(mean * (1 - p));
+  const int low = int(mean + margin) + 2, high = min(max(int(mean - margin), 0), kPivots - 2);
+  __syncthreads();
+  const int32_t mine = shared.pivots[threadIdx.x / kTeam];
+  const int rank = compare<kPivots / kTeam>(shared.pivots, kPivots, mine) & 0xffff;
+  if (rank == high) shared.window.hi = mine | (kPivots - 1);
+  if (rank == min(low, kPivots - 1)) {
+    shared.window.lo = max(mine & -kPivots, kLowest);
+    shared.least = low < kPivots ? shared.window.lo : kLowest;
+  }
+  __syncthreads();
+}
+
+// A warp's logits in the order of their positions: those of its list, or all.
+struct Keys {
+  const float* logits;
+  bool all;
+  int first;
+  int count;
+
+  // Lists what is not below a bound, if there is room.
+  CUTE_DEVICE Keys(Shared& shared, const Row& row, float bound)
+      : logits(row.logits), all(false), first(row.block * kBlockKeys), count(0) {
+    int block = row.block;
+#pragma unroll 1
+    for (; block < row.end && count <= kListed - kBlockKeys; ++block) {
+      wait_for_groups<kStages - 1>();
+      CUTE_UNROLL
+      for (int i = 0; i < kBlockSteps; ++i) {
+        const int place = i * kWarpSize + lane_id(), at = block * kBlockKeys + place;
+        const bool there = at < row.length;
+        const float logit = there ? shared.stages[warp_id()][block % kStages][place] : 0;
+        const bool listed = there && !(logit < bound);
+        const uint32_t lanes = ballot(listed);
+        if (listed) shared.lists[warp_id()][count + lower_lanes(lanes)] = {__float_as_int(logit), at};
+        count += __popc(lanes);
+      }
+      row.copy(shared, block + kStages);
+    }
+    wait_for_groups<0>();
+    __syncwarp();
+    if (block < row.end) use_all(row);
+  }
+  CUTE_DEVICE void use_all(const Row& row) {
+    all = true;
+    count = row.keys();
+  }
+  // visit(key, position), by all lanes of a warp at a time.
+  template <class Visit>
+  CUTE_DEVICE void each(const Shared& shared, Visit&& visit) const {
+#pragma unroll 1
+    for (int begin = 0; begin < count; begin += kWarpSize) {
+      const int i = begin + lane_id();
+      int2 one{0, first + i};
+      if (i < count) {
+        if (all) {
+          one.x = __float_as_int(logits[one.y]);
+        } else {
+          one = shared.lists[warp_id()][i];
+        }
+      }
+      visit(i < count ? key_of(__int_as_float(one.x)) : kNoKey, one.y);
+    }
+  }
+};
 
 // The sum over the lanes up to this one.
 CUTE_DEVICE int warp_scan(int x) {
@@ -140,269 +221,134 @@ CUTE_DEVICE int warp_scan(int x) {
   return x;
 }
 
-// The first lane with which the sum of x reaches `wanted`; `above` becomes the sum before it.
-CUTE_DEVICE int lane_reaching(int x, int wanted, int& above) {
-  const int scanned = warp_scan(x);
-  const int lane = __ffs(int(__ballot_sync(kAllLanes, scanned >= wanted))) - 1;
-  above = __shfl_sync(kAllLanes, scanned - x, lane);
-  return lane;
+CUTE_DEVICE void add(int (&sums)[4], const int4& x) {
+  sums[0] += x.x;
+  sums[1] += x.y;
+  sums[2] += x.z;
+  sums[3] += x.w;
 }
 
-// One warp: the bin with the wanted key, from all CTAs' bins. Writes it, and what it says of the search.
-CUTE_DEVICE void find_bin(Shared& shared, const Search& search, int ctas, int rank) {
-  const int lane = lane_id();
-  int group_sum = 0, group_lower = 0;
-  for (int cta = 0; cta < ctas; ++cta) {
-    const int sum = shared.groups[cta][lane];
-    group_sum += sum;
-    group_lower += cta < rank ? sum : 0;
-  }
-  int above;
-  const int group = lane_reaching(group_sum, search.wanted, above);
-  const int lower = warp_sum(lane < group ? group_lower : 0);
-
-  const int first_bin = group * kGroupBins + lane * 4;
+// One warp: the bin with the wanted key, from all CTAs' counts; none inside where they are too few.
+CUTE_DEVICE void find_bin(Shared& shared, Search search, const Bins& bins, const int32_t (*counts)[kBins], int ctas, int rank) {
   int sums[4] = {}, lowers[4] = {};
-  CUTE_UNROLL
-  for (int cta = 0; cta < kMostCtas; ++cta) {
-    if (cta < ctas) {
-      const int4 x = load_at_rank(&shared.bins[first_bin], cta);
-      const int counts[4] = {x.x, x.y, x.z, x.w};
-      CUTE_UNROLL
-      for (int i = 0; i < 4; ++i) {
-        sums[i] += counts[i];
-        lowers[i] += cta < rank ? counts[i] : 0;
-      }
-    }
+#pragma unroll 2
+  for (int cta = 0; cta < ctas; ++cta) {
+    const int4 x = reinterpret_cast<const int4*>(counts[cta])[lane_id()];
+    add(sums, x);
+    if (cta < rank) add(lowers, x);
   }
-  int lane_above;
-  const int sum = sums[0] + sums[1] + sums[2] + sums[3];
-  const int holder = lane_reaching(sum, search.wanted - above, lane_above);
-  int lower_above = lower + warp_sum(lane < holder ? lowers[0] + lowers[1] + lowers[2] + lowers[3] : 0);
-  if (lane != holder) return;
-  above += lane_above;
-  bool found = false;
+  const int sum = sums[0] + sums[1] + sums[2] + sums[3], scanned = warp_scan(sum);
+  const uint32_t reached = ballot(scanned >= search.wanted);
+  const int holder = __ffs(int(reached)) - 1;
+  if (reached == 0) shared.search.inside = 0;
+  search.lower_above += warp_sum(lane_id() < holder ? lowers[0] + lowers[1] + lowers[2] + lowers[3] : 0);
+  if (lane_id() != holder) return;
+  int bin = lane_id() * 4;
+  search.wanted -= scanned - sum;
+  search.inside = sums[0];
+  search.lower_inside = lowers[0];
+  bool found = search.wanted <= search.inside;
   CUTE_UNROLL
-  for (int i = 0; i < 4; ++i) {
+  for (int i = 1; i < 4; ++i) {
     if (found) continue;
-    found = above + sums[i] >= search.wanted;
-    if (found) {
-      shared.bin = first_bin + i;
-      shared.search = {search.interval, search.wanted - above, sums[i], search.lower_above + lower_above, lowers[i]};
-    } else {
-      above += sums[i];
-      lower_above += lowers[i];
-    }
+    search.wanted -= search.inside;
+    search.lower_above += search.lower_inside;
+    search.inside = sums[i];
+    search.lower_inside = lowers[i];
+    found = search.wanted <= search.inside;
+    ++bin;
   }
+  search.keys = bins.part(bin, search.keys);
+  shared.search = search;
 }
 
-// Each warp sums a group of bins, and tells every CTA; then the wanted key's bin is found.
-CUTE_DEVICE void search_bins(Shared& shared, const Search& search, int ctas, int rank) {
-  const int warp = threadIdx.x / kWarpSize;
-  const int sum = warp_sum(sum_of(reinterpret_cast<const int4*>(shared.bins)[threadIdx.x]));
-  if (lane_id() < ctas) store_at_rank(&shared.groups[rank][warp], lane_id(), sum);
-  ptx::cluster_arrive();
-  ptx::cluster_wait();
-  if (warp == 0) find_bin(shared, search, ctas, rank);
-  __syncthreads();
-}
-
-// The interval of the bin that the k-th key is in, or of a part of it that the list takes.
-CUTE_DEVICE Search search_row(Shared& shared, Keys& keys, int k, int ctas, int rank) {
-  keys.each_key([&](int32_t key) { atomicAdd(&shared.bins[bin_of(key)], 1); });
-  __syncthreads();
+// A bin with the k-th key, of which all keys are taken, or which has one key only, or few enough for the list.
+CUTE_DEVICE Search search_row(Shared& shared, Keys& keys, const Row& row, int k, int ctas, int rank) {
+  Search search{{shared.least, INT32_MAX}, k, 0, 0, 0};
+  Bins bins = Bins::from(shared.window);
   ptx::cluster_wait();  // all CTAs have begun
-  search_bins(shared, {{}, k, 0, 0, 0}, ctas, rank);
-  Search search = shared.search;
-  search.interval = interval_of(shared.bin);
 #pragma unroll 1
-  while (search.inside > kListKeys && search.interval.last > 0) {
-    const Interval within = search.interval;
-    const int shift = max(within.bits() - kBinBits, 0);
-    ptx::cluster_arrive();  // the others have read this CTA's bins
-    ptx::cluster_wait();
-    reinterpret_cast<int4*>(shared.bins)[threadIdx.x] = {};
-    __syncthreads();
-    keys.each_key([&](int32_t key) {
-      const uint32_t digit = (uint32_t(key) - uint32_t(within.lo)) >> shift;
-      if (within.holds(key)) atomicAdd(&shared.bins[kBins - 1 - digit], 1);
+  for (int round = 0;; ++round) {
+    keys.each(shared, [&](int32_t key, int) {
+      if (search.keys.holds(key)) atomicAdd(&shared.bins[bins.bin_of(key)], 1);
     });
     __syncthreads();
-    search_bins(shared, search, ctas, rank);
+    auto& counts = shared.counts[round % 2];  // another CTA may still read those of the round before
+    if (warp_id() < ctas) {
+      store_at_rank(&counts[rank][lane_id() * 4], warp_id(), reinterpret_cast<const int4*>(shared.bins)[lane_id()]);
+    }
+    sync_row(ctas);
+    if (threadIdx.x < kBins) shared.bins[threadIdx.x] = 0;
+    if (warp_id() == kWarps - 1) find_bin(shared, search, bins, counts, ctas, rank);
+    __syncthreads();
+    if (shared.search.inside == 0) {
+      search.keys.lo = kLowest;
+      keys.use_all(row);
+      continue;
+    }
     search = shared.search;
-    search.interval = within.part(kBins - 1 - shared.bin, shift);
+    if (search.inside <= max(search.wanted, kCandidates) || search.keys.lo == search.keys.hi) return search;
+    bins = Bins::from(search.keys);
   }
-  return search;
 }
 
-// Every key of the interval into the lists of all CTAs, those of the CTAs before first.
-CUTE_DEVICE void collect(Shared& shared, Keys& keys, const Search& search, int ctas) {
-  keys.each_key([&](int32_t key) {
-    if (!search.interval.holds(key)) return;
-    const int32_t* to = &shared.list[search.lower_inside + atomicAdd(&shared.collected, 1)];
+// The k-th key itself, from the candidates of all CTAs, those of the CTAs before first.
+CUTE_DEVICE void search_candidates(Shared& shared, const Keys& keys, const Search& search, int ctas) {
+  keys.each(shared, [&](int32_t key, int) {
+    if (!search.keys.holds(key)) return;
+    const int32_t* to = &shared.candidates[search.lower_inside + atomicAdd(&shared.collected, 1)];
+#pragma unroll 1
     for (int cta = 0; cta < ctas; ++cta) store_at_rank(to, cta, key);
   });
-}
-
-// The wanted key among few: each is compared with all, by eight lanes.
-CUTE_DEVICE void find_among_few(Shared& shared, const Search& search) {
-  constexpr int kLanes = kThreads / kFew;
-  const int i = threadIdx.x / kLanes;
-  if (threadIdx.x / kWarpSize * (kWarpSize / kLanes) >= search.inside) return;
-  const int32_t key = shared.list[min(i, search.inside - 1)];
-  int above = 0, equal = 0;
-#pragma unroll 4
-  for (int other = threadIdx.x % kLanes; other < search.inside; other += kLanes) {
-    above += shared.list[other] > key;
-    equal += shared.list[other] == key;
-  }
-  CUTE_UNROLL
-  for (int step = 1; step < kLanes; step *= 2) {
-    above += __shfl_xor_sync(kAllLanes, above, step);
-    equal += __shfl_xor_sync(kAllLanes, equal, step);
-  }
-  if (above < search.wanted && search.wanted <= above + equal) shared.threshold = {key, search.wanted - above, equal, 0, 0};
-}
-
-// The wanted key in the list, digit by digit.
-CUTE_DEVICE void find_in_list(Shared& shared, const Search& search) {
-  const int warp = threadIdx.x / kWarpSize;
-  Interval within = search.interval;
-  int wanted = search.wanted, equal = search.inside;
+  sync_row(ctas);
 #pragma unroll 1
-  while (within.last > 0) {
-    const int shift = max(within.bits() - kDigitBits, 0);
-    shared.digits[threadIdx.x] = 0;
-    __syncthreads();
-    for (int i = threadIdx.x; i < search.inside; i += kThreads) {
-      const int32_t key = shared.list[i];
-      if (within.holds(key)) {
-        atomicAdd(&shared.digits[kDigits - 1 - ((uint32_t(key) - uint32_t(within.lo)) >> shift)], 1);
-      }
+  for (int first = warp_id() * (kWarpSize / kTeam); first < search.inside; first += kThreads / kTeam) {
+    const int32_t key = shared.candidates[min(first + lane_id() / kTeam, search.inside - 1)];
+    const int sum = compare<1>(shared.candidates, search.inside, key), above = sum & 0xffff, equal = sum >> 16;
+    if (above < search.wanted && search.wanted <= above + equal) {
+      shared.search = {{key, key}, search.wanted - above, equal, search.lower_above, 0};
     }
-    __syncthreads();
-    const int count = shared.digits[threadIdx.x], sum = warp_sum(count);
-    if (lane_id() == 0) shared.warp_sums[0][warp] = sum;
-    __syncthreads();
-    int above, lane_above;
-    const int holder = lane_reaching(shared.warp_sums[0][lane_id()], wanted, above);
-    const int lane = lane_reaching(shared.digits[holder * kWarpSize + lane_id()], wanted - above, lane_above);
-    equal = shared.digits[holder * kWarpSize + lane];
-    wanted -= above + lane_above;
-    within = within.part(kDigits - 1 - (holder * kWarpSize + lane), shift);
-    __syncthreads();
-  }
-  if (threadIdx.x == 0) shared.threshold = {within.lo, wanted, equal, 0, 0};
-}
-
-// What the CTAs before have in the list above the threshold and equal to it, added up in shared memory.
-CUTE_DEVICE void count_lower(Shared& shared, const Search& search, int32_t key) {
-  int above = 0, equal = 0;
-  for (int i = threadIdx.x; i < search.lower_inside; i += kThreads) {
-    above += shared.list[i] > key;
-    equal += shared.list[i] == key;
-  }
-  if (threadIdx.x / kWarpSize * kWarpSize >= search.lower_inside) return;
-  above = warp_sum(above);
-  equal = warp_sum(equal);
-  if (lane_id() == 0) {
-    atomicAdd(&shared.threshold.lower_above, above);
-    atomicAdd(&shared.threshold.lower_equal, equal);
-  }
-}
-
-// Where results go.
-struct Target {
-  int32_t* out;
-  const int32_t* table;  // null: positions
-  int page_size;
-  int table_width;
-
-  CUTE_DEVICE void write(int index, int position) const {
-    int entry = position;
-    if (table != nullptr) {
-      const int page = position / page_size;
-      entry = page < table_width ? table[page] * page_size + position % page_size : -1;
-    }
-    out[index] = entry;
-  }
-};
-
-// A lane's share of four neighbouring keys: which are set, and how many of lower positions in the warp.
-struct Flags {
-  bool set[4];
-  int lower;
-  int all;
-
-  CUTE_DEVICE static Flags of(bool a, bool b, bool c, bool d) {
-    const int count = int(a) + int(b) + int(c) + int(d);
-    Flags flags{{a, b, c, d}, 0, 0};
-    const uint32_t lower_lanes = (1u << lane_id()) - 1;
-    CUTE_UNROLL
-    for (int bit = 0; bit < 3; ++bit) {
-      const uint32_t lanes = __ballot_sync(kAllLanes, (count >> bit & 1) != 0);
-      flags.lower += __popc(lanes & lower_lanes) << bit;
-      flags.all += __popc(lanes) << bit;
-    }
-    return flags;
-  }
-};
-
-// Keys of at least `least` are taken, and of those equal to `key` the `taken` lowest positions.
-struct Selection {
-  int32_t least;
-  int32_t key;
-  int taken;  // 0: `least` says all
-};
-
-CUTE_DEVICE void write_row(Shared& shared, Keys& keys, const Selection& selection, int lower_above, int lower_equal,
-                           const Target& target) {
-  const int warp = threadIdx.x / kWarpSize;
-  int above = 0, equal = 0;
-  keys.each_key([&](int32_t key) {
-    above += key >= selection.least;
-    equal += selection.taken > 0 && key == selection.key;
-  });
-  above = warp_sum(above);
-  equal = warp_sum(equal);
-  if (lane_id() == 0) {
-    shared.warp_sums[0][warp] = above;
-    shared.warp_sums[1][warp] = equal;
   }
   __syncthreads();
-  const bool nothing = above + equal == 0;
-  if (nothing) return;
-  above = lower_above + warp_sum(lane_id() < warp ? shared.warp_sums[0][lane_id()] : 0);
-  equal = lower_equal + warp_sum(lane_id() < warp ? shared.warp_sums[1][lane_id()] : 0);
-  keys.each([&](const int4& four, int position) {
-    const int32_t of[4] = {four.x, four.y, four.z, four.w};
-    const Flags higher = Flags::of(of[0] >= selection.least, of[1] >= selection.least, of[2] >= selection.least,
-                                   of[3] >= selection.least);
-    if (selection.taken == 0) {
-      int index = above + higher.lower;
-      CUTE_UNROLL
-      for (int i = 0; i < 4; ++i) {
-        if (higher.set[i]) target.write(index++, position + i);
-      }
-      above += higher.all;
-      return;
+}
+
+// All above the interval, and of what is in it the `wanted` lowest positions. `listed` candidates are of the CTAs before.
+CUTE_DEVICE void write_row(Shared& shared, const Keys& keys, const Search& search, int listed, const Target& target) {
+  int above = 0, inside = 0;
+  keys.each(shared, [&](int32_t key, int) {
+    above += key > search.keys.hi;
+    inside += search.keys.holds(key);
+  });
+  above = warp_sum(above);
+  inside = warp_sum(inside);
+  if (lane_id() == 0) shared.taken[warp_id()] = {above, inside};
+  __syncthreads();
+  const int2 before = lane_id() < warp_id() ? shared.taken[lane_id()] : int2{0, 0};
+  above = before.x;
+  inside = before.y;
+#pragma unroll 1
+  for (int i = lane_id(); i < listed; i += kWarpSize) {
+    above += shared.candidates[i] > search.keys.hi;
+    inside += search.keys.holds(shared.candidates[i]);
+  }
+  inside = search.lower_inside + warp_sum(inside);
+  int index = search.lower_above + warp_sum(above) + min(inside, search.wanted);
+  keys.each(shared, [&](int32_t key, int position) {
+    bool takes = key > search.keys.hi;
+    const bool holds = search.keys.holds(key);
+    if (const uint32_t lanes = ballot(holds); lanes != 0) {
+      takes |= holds && inside + lower_lanes(lanes) < search.wanted;
+      inside += __popc(lanes);
     }
-    const Flags same = Flags::of(of[0] == selection.key, of[1] == selection.key, of[2] == selection.key, of[3] == selection.key);
-    int index_above = above + higher.lower, index_equal = equal + same.lower;
-    CUTE_UNROLL
-    for (int i = 0; i < 4; ++i) {
-      const bool takes = higher.set[i] || (same.set[i] && index_equal < selection.taken);
-      if (takes) target.write(index_above + min(index_equal, selection.taken), position + i);
-      index_above += higher.set[i];
-      index_equal += same.set[i];
-    }
-    above += higher.all;
-    equal += same.all;
+    const uint32_t lanes = ballot(takes);
+    if (takes) target.write(index + lower_lanes(lanes), position);
+    index += __popc(lanes);
   });
 }
 
 // A row of at most k keys: all of them, and -1 behind.
 CUTE_DEVICE void write_whole_row(const Target& target, int length, int k, int ctas, int rank) {
+#pragma unroll 1
   for (int i = rank * kThreads + int(threadIdx.x); i < k; i += ctas * kThreads) {
     if (i < length) {
       target.write(i, i);
@@ -419,55 +365,40 @@ CUTE_DEVICE int length_of(const TopKParams& params, int row) {
 }
 
 __global__ void __launch_bounds__(kThreads, 1) top_k_kernel(const __grid_constant__ TopKParams params) {
-  __shared__ __align__(16) Shared shared;
-  const int ctas = int(ptx::cluster_size()), rank = int(ptx::cluster_rank());
-  const int index = int(blockIdx.x) / ctas, warp = threadIdx.x / kWarpSize;
-  reinterpret_cast<int4*>(shared.bins)[threadIdx.x] = {};
+  extern __shared__ __align__(16) char shared_bytes[];
+  Shared& shared = *reinterpret_cast<Shared*>(shared_bytes);
+  const int cluster = int(ptx::cluster_size()), rank = int(ptx::cluster_rank()), index = int(blockIdx.x) / cluster;
+  if (threadIdx.x < kBins) shared.bins[threadIdx.x] = 0;
   if (threadIdx.x == 0) shared.collected = 0;
-  ptx::cluster_arrive();
+  ptx::cluster_arrive_relaxed();
   cudaTriggerProgrammaticLaunchCompletion();
   if (!params.early_lengths) cudaGridDependencySynchronize();
   const int length = length_of(params, index);
   cudaGridDependencySynchronize();
-  const Target target{params.out + index * params.out_stride,
-                      params.block_table == nullptr
-                          ? nullptr
-                          : params.block_table + index / params.rows_per_table * params.table_stride,
-                      params.page_size, params.table_width};
-  if (length <= params.k) {
+  const int ctas = length <= kAloneKeys ? 1 : min((length + kCtaKeys - 1) / kCtaKeys, cluster);
+  if (length <= params.k || rank >= ctas) {
     ptx::cluster_wait();
-    return write_whole_row(target, length, params.k, ctas, rank);
+    if (length <= params.k) write_whole_row(Target(params, index), length, params.k, cluster, rank);
+    return;
   }
 
-  const int64_t blocks = (length + kBlockKeys - 1) / kBlockKeys;
-  const int place = rank * kWarps + warp, places = ctas * kWarps;
-  const Row row{params.logits + index * params.logits_stride, length, params.aligned, int(place * blocks / places),
-                int((place + 1) * blocks / places)};
-  Keys keys{row};
-  if (row.end - row.first <= kVectors) keys.load(row.first);
-  __syncthreads();  // the bins are empty
-  const Search search = search_row(shared, keys, params.k, ctas, rank);
-  const bool listed = search.interval.last > 0;
-  if (listed) collect(shared, keys, search, ctas);
-  ptx::cluster_arrive();  // no CTA ends while another reads its bins, and the lists are whole
-  ptx::cluster_wait();
-  if (listed) {
-    if (search.inside <= kFew) {
-      find_among_few(shared, search);
-    } else {
-      find_in_list(shared, search);
-    }
-    __syncthreads();
-    count_lower(shared, search, shared.threshold.key);
-  } else if (threadIdx.x == 0) {
-    shared.threshold = {search.interval.lo, search.wanted, search.inside, 0, search.lower_inside};
+  const Row row(params, index, length, ctas, rank);
+  float sample = 0;
+  if (threadIdx.x < kSamples) {  // one in each of as many parts of the row, at no fixed distance
+    sample = row.logits[__umulhi(threadIdx.x << 24 | (threadIdx.x * 0x9e3779 & 0xffffff), length)];
   }
-  __syncthreads();
-  const Threshold threshold = shared.threshold;
-  const bool every_equal = threshold.taken == threshold.equal;
-  const int lower_above = search.lower_above + threshold.lower_above;
-  const Selection selection{threshold.key + !every_equal, threshold.key, every_equal ? 0 : threshold.taken};
-  write_row(shared, keys, selection, lower_above + (every_equal ? threshold.lower_equal : 0), threshold.lower_equal, target);
+#pragma unroll 1
+  for (int i = 0; i < kStages; ++i) row.copy(shared, row.block + i);
+  find_window(shared, sample, params.k, length);
+  Keys keys(shared, row, bound_of(shared.least));
+  Search search = search_row(shared, keys, row, params.k, ctas, rank);
+  int listed = 0;
+  if (search.inside > search.wanted && search.keys.lo < search.keys.hi) {
+    search_candidates(shared, keys, search, ctas);
+    listed = search.lower_inside;
+    search = shared.search;
+  }
+  write_row(shared, keys, search, listed, Target(params, index));
 }
 
 KernelHandles handles;
@@ -477,12 +408,12 @@ KernelHandles handles;
 
 namespace etap {
 
-// As many CTAs a row as find an SM each, and no more than have a block for each of their warps.
+// As many CTAs a row as find an SM each, and no more than a row as wide as the logits has work for.
 KernelLaunch prepare_top_k(const TopKParams& params, int num_sms) {
   using namespace top_k;
   int ctas = 1;
-  while (ctas < kMostCtas && params.rows * ctas * 2 <= num_sms && ctas * kWarps * kBlockKeys < params.width) ctas *= 2;
-  return {reinterpret_cast<const void*>(top_k_kernel), "top_k_kernel", &handles, dim3(params.rows * ctas), kThreads, 0, ctas};
+  while (ctas < kMostCtas && params.rows * ctas * 2 <= num_sms && params.width > std::max(kAloneKeys, ctas * kCtaKeys)) ctas *= 2;
+  return {reinterpret_cast<const void*>(top_k_kernel), "top_k_kernel", &handles, dim3(params.rows * ctas), kThreads, sizeof(Shared), ctas};
 }
 
 }  // namespace etap

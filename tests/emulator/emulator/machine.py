@@ -533,9 +533,10 @@ class Cta:
 
     def start_copy(self, warp: Warp, address: np.ndarray, data: np.ndarray) -> None:
         """cp.async of a warp's lanes."""
-        each = data.shape[1] // 8
-        index = self.shared.index(address, 8, each)[:, None] + np.arange(each)
-        self.shared.begin_copy(index)
+        size = min(8, data.shape[1])
+        each = data.shape[1] // size
+        index = self.shared.index(address, size, each)[:, None] + np.arange(each)
+        self.shared.begin_copy(index, size)
         warp.copies_begun += 1
         warp.copies.append(partial(self.shared.end_copy, index, data, warp.index, warp.copies_begun))
         if self.timing == "early":
