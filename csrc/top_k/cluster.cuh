@@ -1,7 +1,7 @@
-// What top-k needs of PTX: copies to shared memory, and stores to that of other CTAs of a cluster.
+// What top-k needs of PTX: copies to shared memory, and messages to other CTAs of a cluster.
 #pragma once
 
-#include "common/ptx.cuh"
+#include "common/pipeline.cuh"
 
 namespace etap::top_k {
 
@@ -9,18 +9,35 @@ constexpr int kMostCtas = 8;  // the largest cluster that every Hopper GPU place
 
 CUTE_DEVICE uint32_t shared_address(const void* pointer) { return uint32_t(__cvta_generic_to_shared(pointer)); }
 
-CUTE_DEVICE void store_at_rank(const void* shared, uint32_t rank, int32_t value) {
-  asm volatile("st.shared::cluster.u32 [%0], %1;" ::"r"(ptx::map_to_rank(shared_address(shared), rank)), "r"(value) : "memory");
+// Store at another CTA, whose barrier expects so many bytes. Unlike the barrier of a cluster this waits for nothing else that was
+// written: a release of all threads, which takes as long as a trip to memory.
+CUTE_DEVICE void send(const void* shared, const Barrier& barrier, uint32_t rank, int32_t value) {
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.u32 [%0], %1, [%2];" ::"r"(
+                   ptx::map_to_rank(shared_address(shared), rank)),
+               "r"(value), "r"(ptx::map_to_rank(shared_address(&barrier), rank))
+               : "memory");
 }
-
-CUTE_DEVICE void store_at_rank(const void* shared, uint32_t rank, const int4& x) {
-  asm volatile("st.shared::cluster.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(ptx::map_to_rank(shared_address(shared), rank)), "r"(x.x),
-               "r"(x.y), "r"(x.z), "r"(x.w)
+CUTE_DEVICE void send(const void* shared, const Barrier& barrier, uint32_t rank, const int4& x) {
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.u32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(
+                   ptx::map_to_rank(shared_address(shared), rank)),
+               "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w), "r"(ptx::map_to_rank(shared_address(&barrier), rank))
                : "memory");
 }
 
-CUTE_DEVICE void copy_async_4(uint32_t target, const void* source) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(target), "l"(__cvta_generic_to_global(source)));
+// An address of global memory that is kept in registers, and not worked out again at each use.
+CUTE_DEVICE uint64_t kept(const void* pointer) {
+  uint64_t address = __cvta_generic_to_global(pointer);
+  asm volatile("" : "+l"(address));
+  return address;
+}
+CUTE_DEVICE float load_float(uint64_t address) {
+  float x;
+  asm volatile("ld.global.f32 %0, [%1];" : "=f"(x) : "l"(address));
+  return x;
+}
+
+CUTE_DEVICE void copy_async_4(uint32_t target, uint64_t source) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(target), "l"(source));
 }
 CUTE_DEVICE void end_of_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 // Waits for all but the latest groups of copies.

@@ -14,7 +14,6 @@
 // A phase has few instructions: they come from memory in every launch, and this takes longer than what they do.
 #include <algorithm>
 
-#include "common/warp.cuh"
 #include "top_k/cluster.cuh"
 #include "top_k/keys.cuh"
 #include "top_k/top_k.h"
@@ -47,13 +46,15 @@ struct Search {
 };
 
 struct Shared {
-  float stages[kWarps][kStages][kBlockKeys];
+  float stages[kWarps][kStages * kBlockKeys];  // a position's place does not depend on its row
   int2 lists[kWarps][kListed];  // logit and position
-  int32_t counts[2][kMostCtas][kBins];
+  int32_t counts[2][kMostCtas][kBins];  // of two rounds: a CTA may be one ahead
   int32_t bins[kBins];
   int32_t candidates[kCandidates];
   int32_t pivots[kPivots];
   int2 taken[kWarps];
+  Barrier counts_there[2];
+  Barrier candidates_there;
   int collected;
   Interval window;  // the k-th key is likely in it
   int32_t least;    // that is listed
@@ -65,11 +66,6 @@ CUTE_DEVICE int warp_id() { return threadIdx.x / kWarpSize; }
 CUTE_DEVICE uint32_t ballot(bool x) { return __ballot_sync(kAllLanes, x); }
 CUTE_DEVICE int lower_lanes(uint32_t lanes) { return __popc(lanes & ((1u << lane_id()) - 1)); }
 CUTE_DEVICE int warp_sum(int x) { return int(__reduce_add_sync(kAllLanes, uint32_t(x))); }
-CUTE_DEVICE void sync_row(int ctas) {
-  if (ctas == 1) return __syncthreads();
-  ptx::cluster_arrive();
-  ptx::cluster_wait();
-}
 
 // Where results go.
 struct Target {
@@ -93,42 +89,42 @@ struct Target {
   }
 };
 
-// A row, and a warp's blocks of it.
+// A row, and the positions that a warp has of it: blocks of 128, the row's last one may be shorter.
 struct Row {
-  const float* logits;
-  int length;
-  int block;
+  uint64_t logits;
+  int first;
   int end;
 
   CUTE_DEVICE Row(const TopKParams& params, int row, int length, int ctas, int rank)
-      : logits(params.logits + row * params.logits_stride), length(length) {
+      : logits(kept(params.logits + row * params.logits_stride)) {
     const int blocks = (length + kBlockKeys - 1) / kBlockKeys, share = (blocks + kWarps - 1) / kWarps;
     const int each = int(__fdividef(share - 0.5f, ctas)) + 1;  // share / ctas, rounded up: exact, as share < 2^22
-    block = min((rank * kWarps + warp_id()) * each, blocks);
-    end = min(block + each, blocks);
+    first = min((rank * kWarps + warp_id()) * each, blocks);
+    end = min(min(first + each, blocks) * kBlockKeys, length);
+    first *= kBlockKeys;
   }
-  CUTE_DEVICE int keys() const { return min(end * kBlockKeys, length) - block * kBlockKeys; }
+  CUTE_DEVICE float load(int position) const { return load_float(logits + int64_t(position) * sizeof(float)); }
   // Each lane copies what it reads itself.
   CUTE_DEVICE void copy(Shared& shared, int block) const {
-    const int at = block * kBlockKeys + lane_id();
-    const uint32_t to = shared_address(&shared.stages[warp_id()][block % kStages][lane_id()]);
+    const int at = block + lane_id(), left = end - at;
+    const uint64_t from = logits + int64_t(at) * sizeof(float);
+    const uint32_t to = shared_address(&shared.stages[warp_id()][at % kListed]);
     CUTE_UNROLL
-    for (int i = 0; i < kBlockSteps; ++i) {
-      const bool there = block < end && at + i * kWarpSize < length;
-      if (there) copy_async_4(to + i * kWarpSize * sizeof(float), logits + at + i * kWarpSize);
+    for (int i = 0; i < kBlockKeys; i += kWarpSize) {
+      if (i < left) copy_async_4(to + i * sizeof(float), from + i * sizeof(float));
     }
     end_of_group();
   }
 };
 
 // How many of a list are above a key, and 2^16 times how many are equal to it; a team's lanes take turns.
-template <int kUnroll>
+template <bool kEqual, int kUnroll>
 CUTE_DEVICE int compare(const int32_t* list, int count, int32_t key) {
   int sum = 0;
 #pragma unroll kUnroll
   for (int i = threadIdx.x % kTeam; i < count; i += kTeam) {
-    sum += list[i] > key;
-    sum += (list[i] == key) << 16;
+    if (list[i] > key) ++sum;
+    if (kEqual && list[i] == key) sum += 1 << 16;
   }
   CUTE_UNROLL
   for (int step = 1; step < kTeam; step *= 2) sum += __shfl_xor_sync(kAllLanes, sum, step);
@@ -149,7 +145,7 @@ CUTE_DEVICE void find_window(Shared& shared, float sample, int k, int length) {
   const int low = int(mean + margin) + 2, high = min(max(int(mean - margin), 0), kPivots - 2);
   __syncthreads();
   const int32_t mine = shared.pivots[threadIdx.x / kTeam];
-  const int rank = compare<kPivots / kTeam>(shared.pivots, kPivots, mine) & 0xffff;
+  const int rank = compare<false, kPivots / kTeam>(shared.pivots, kPivots, mine);
   if (rank == high) shared.window.hi = mine | (kPivots - 1);
   if (rank == min(low, kPivots - 1)) {
     shared.window.lo = max(mine & -kPivots, kLowest);
@@ -160,37 +156,40 @@ CUTE_DEVICE void find_window(Shared& shared, float sample, int k, int length) {
 
 // A warp's logits in the order of their positions: those of its list, or all.
 struct Keys {
-  const float* logits;
-  bool all;
-  int first;
-  int count;
+  const Row& row;
+  bool all = false;
+  int count = 0;
 
   // Lists what is not below a bound, if there is room.
-  CUTE_DEVICE Keys(Shared& shared, const Row& row, float bound)
-      : logits(row.logits), all(false), first(row.block * kBlockKeys), count(0) {
-    int block = row.block;
+  CUTE_DEVICE Keys(Shared& shared, const Row& row, float bound) : row(row) {
+    const float* const stages = shared.stages[warp_id()];
+    int2* const list = shared.lists[warp_id()];
+    int block = row.first;
 #pragma unroll 1
-    for (; block < row.end && count <= kListed - kBlockKeys; ++block) {
+    for (; block < row.end && count <= kListed - kBlockKeys; block += kBlockKeys) {
       wait_for_groups<kStages - 1>();
+      const int at = block + lane_id(), left = row.end - at;
+      float logits[kBlockSteps] = {};
       CUTE_UNROLL
       for (int i = 0; i < kBlockSteps; ++i) {
-        const int place = i * kWarpSize + lane_id(), at = block * kBlockKeys + place;
-        const bool there = at < row.length;
-        const float logit = there ? shared.stages[warp_id()][block % kStages][place] : 0;
-        const bool listed = there && !(logit < bound);
+        if (i * kWarpSize < left) logits[i] = stages[at % kListed + i * kWarpSize];
+      }
+      CUTE_UNROLL
+      for (int i = 0; i < kBlockSteps; ++i) {
+        const bool listed = i * kWarpSize < left && !(logits[i] < bound);
         const uint32_t lanes = ballot(listed);
-        if (listed) shared.lists[warp_id()][count + lower_lanes(lanes)] = {__float_as_int(logit), at};
+        if (listed) list[count + lower_lanes(lanes)] = {__float_as_int(logits[i]), at + i * kWarpSize};
         count += __popc(lanes);
       }
-      row.copy(shared, block + kStages);
+      row.copy(shared, block + kStages * kBlockKeys);
     }
     wait_for_groups<0>();
     __syncwarp();
-    if (block < row.end) use_all(row);
+    if (block < row.end) use_all();
   }
-  CUTE_DEVICE void use_all(const Row& row) {
+  CUTE_DEVICE void use_all() {
     all = true;
-    count = row.keys();
+    count = row.end - row.first;
   }
   // visit(key, position), by all lanes of a warp at a time.
   template <class Visit>
@@ -198,10 +197,10 @@ struct Keys {
 #pragma unroll 1
     for (int begin = 0; begin < count; begin += kWarpSize) {
       const int i = begin + lane_id();
-      int2 one{0, first + i};
+      int2 one{0, row.first + i};
       if (i < count) {
         if (all) {
-          one.x = __float_as_int(logits[one.y]);
+          one.x = __float_as_int(row.load(one.y));
         } else {
           one = shared.lists[warp_id()][i];
         }
@@ -229,11 +228,11 @@ CUTE_DEVICE void add(int (&sums)[4], const int4& x) {
 }
 
 // One warp: the bin with the wanted key, from all CTAs' counts; none inside where they are too few.
-CUTE_DEVICE void find_bin(Shared& shared, Search search, const Bins& bins, const int32_t (*counts)[kBins], int ctas, int rank) {
+CUTE_DEVICE void find_bin(Shared& shared, Search search, const Bins& bins, const int32_t* counts, int ctas, int rank) {
   int sums[4] = {}, lowers[4] = {};
 #pragma unroll 2
   for (int cta = 0; cta < ctas; ++cta) {
-    const int4 x = reinterpret_cast<const int4*>(counts[cta])[lane_id()];
+    const int4 x = reinterpret_cast<const int4*>(counts)[cta * kWarpSize + lane_id()];
     add(sums, x);
     if (cta < rank) add(lowers, x);
   }
@@ -263,7 +262,7 @@ CUTE_DEVICE void find_bin(Shared& shared, Search search, const Bins& bins, const
 }
 
 // A bin with the k-th key, of which all keys are taken, or which has one key only, or few enough for the list.
-CUTE_DEVICE Search search_row(Shared& shared, Keys& keys, const Row& row, int k, int ctas, int rank) {
+CUTE_DEVICE Search search_row(Shared& shared, Keys& keys, int k, int ctas, int rank) {
   Search search{{shared.least, INT32_MAX}, k, 0, 0, 0};
   Bins bins = Bins::from(shared.window);
   ptx::cluster_wait();  // all CTAs have begun
@@ -273,22 +272,30 @@ CUTE_DEVICE Search search_row(Shared& shared, Keys& keys, const Row& row, int k,
       if (search.keys.holds(key)) atomicAdd(&shared.bins[bins.bin_of(key)], 1);
     });
     __syncthreads();
-    auto& counts = shared.counts[round % 2];  // another CTA may still read those of the round before
-    if (warp_id() < ctas) {
-      store_at_rank(&counts[rank][lane_id() * 4], warp_id(), reinterpret_cast<const int4*>(shared.bins)[lane_id()]);
+    Barrier& there = shared.counts_there[round % 2];
+    if (ctas > 1) {
+      if (threadIdx.x == 0) there.arrive_and_expect_tx(ctas * sizeof(shared.bins));
+      if (warp_id() < ctas) {
+        const int4 counts = reinterpret_cast<const int4*>(shared.bins)[lane_id()];
+        send(&shared.counts[round % 2][rank][lane_id() * 4], there, warp_id(), counts);
+      }
     }
-    sync_row(ctas);
-    if (threadIdx.x < kBins) shared.bins[threadIdx.x] = 0;
-    if (warp_id() == kWarps - 1) find_bin(shared, search, bins, counts, ctas, rank);
+    if (warp_id() == kWarps - 1) {
+      if (ctas > 1) spin<true>(there, round / 2 % 2);
+      find_bin(shared, search, bins, ctas > 1 ? shared.counts[round % 2][0] : shared.bins, ctas, rank);
+    }
     __syncthreads();
-    if (shared.search.inside == 0) {
+    const bool found = shared.search.inside > 0;
+    if (!found) {
       search.keys.lo = kLowest;
-      keys.use_all(row);
-      continue;
+      keys.use_all();
+    } else {
+      search = shared.search;
+      if (search.inside <= max(search.wanted, kCandidates) || search.keys.lo == search.keys.hi) return search;
+      bins = Bins::from(search.keys);
     }
-    search = shared.search;
-    if (search.inside <= max(search.wanted, kCandidates) || search.keys.lo == search.keys.hi) return search;
-    bins = Bins::from(search.keys);
+    if (threadIdx.x < kBins) shared.bins[threadIdx.x] = 0;
+    __syncthreads();
   }
 }
 
@@ -296,15 +303,24 @@ CUTE_DEVICE Search search_row(Shared& shared, Keys& keys, const Row& row, int k,
 CUTE_DEVICE void search_candidates(Shared& shared, const Keys& keys, const Search& search, int ctas) {
   keys.each(shared, [&](int32_t key, int) {
     if (!search.keys.holds(key)) return;
-    const int32_t* to = &shared.candidates[search.lower_inside + atomicAdd(&shared.collected, 1)];
+    int32_t* const to = &shared.candidates[search.lower_inside + atomicAdd(&shared.collected, 1)];
+    if (ctas == 1) {
+      *to = key;
+      return;
+    }
 #pragma unroll 1
-    for (int cta = 0; cta < ctas; ++cta) store_at_rank(to, cta, key);
+    for (int cta = 0; cta < ctas; ++cta) send(to, shared.candidates_there, cta, key);
   });
-  sync_row(ctas);
+  if (ctas == 1) {
+    __syncthreads();
+  } else {
+    if (threadIdx.x == 0) shared.candidates_there.arrive_and_expect_tx(search.inside * sizeof(int32_t));
+    spin<true>(shared.candidates_there, 0);
+  }
 #pragma unroll 1
   for (int first = warp_id() * (kWarpSize / kTeam); first < search.inside; first += kThreads / kTeam) {
     const int32_t key = shared.candidates[min(first + lane_id() / kTeam, search.inside - 1)];
-    const int sum = compare<1>(shared.candidates, search.inside, key), above = sum & 0xffff, equal = sum >> 16;
+    const int sum = compare<true, 1>(shared.candidates, search.inside, key), above = sum & 0xffff, equal = sum >> 16;
     if (above < search.wanted && search.wanted <= above + equal) {
       shared.search = {{key, key}, search.wanted - above, equal, search.lower_above, 0};
     }
@@ -367,9 +383,14 @@ CUTE_DEVICE int length_of(const TopKParams& params, int row) {
 __global__ void __launch_bounds__(kThreads, 1) top_k_kernel(const __grid_constant__ TopKParams params) {
   extern __shared__ __align__(16) char shared_bytes[];
   Shared& shared = *reinterpret_cast<Shared*>(shared_bytes);
-  const int cluster = int(ptx::cluster_size()), rank = int(ptx::cluster_rank()), index = int(blockIdx.x) / cluster;
+  const int cluster = int(ptx::cluster_size()), rank = int(ptx::cluster_rank());  // a power of two
+  const int index = int(blockIdx.x) >> (__ffs(cluster) - 1);
   if (threadIdx.x < kBins) shared.bins[threadIdx.x] = 0;
-  if (threadIdx.x == 0) shared.collected = 0;
+  if (threadIdx.x == 0) {
+    shared.collected = 0;
+    for (Barrier* barrier : {&shared.counts_there[0], &shared.counts_there[1], &shared.candidates_there}) barrier->init(1);
+    cutlass::arch::fence_barrier_init();
+  }
   ptx::cluster_arrive_relaxed();
   cudaTriggerProgrammaticLaunchCompletion();
   if (!params.early_lengths) cudaGridDependencySynchronize();
@@ -385,13 +406,13 @@ __global__ void __launch_bounds__(kThreads, 1) top_k_kernel(const __grid_constan
   const Row row(params, index, length, ctas, rank);
   float sample = 0;
   if (threadIdx.x < kSamples) {  // one in each of as many parts of the row, at no fixed distance
-    sample = row.logits[__umulhi(threadIdx.x << 24 | (threadIdx.x * 0x9e3779 & 0xffffff), length)];
+    sample = row.load(__umulhi(threadIdx.x << 24 | (threadIdx.x * 0x9e3779 & 0xffffff), length));
   }
 #pragma unroll 1
-  for (int i = 0; i < kStages; ++i) row.copy(shared, row.block + i);
+  for (int i = 0; i < kStages; ++i) row.copy(shared, row.first + i * kBlockKeys);
   find_window(shared, sample, params.k, length);
   Keys keys(shared, row, bound_of(shared.least));
-  Search search = search_row(shared, keys, row, params.k, ctas, rank);
+  Search search = search_row(shared, keys, params.k, ctas, rank);
   int listed = 0;
   if (search.inside > search.wanted && search.keys.lo < search.keys.hi) {
     search_candidates(shared, keys, search, ctas);

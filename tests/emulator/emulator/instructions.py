@@ -349,6 +349,9 @@ def _memory_shape(item: Instruction) -> tuple[str, int, str]:
     return shape[1].removeprefix("shared::"), int(shape[2] or 1), shape[3]
 
 
+MESSAGES = [f"st.async.shared::cluster.mbarrier::complete_tx::bytes.{kind}" for kind in ("u32", "v4.u32")]
+
+
 def _ld(t: Translator, item: Instruction, mask: str) -> str:
     space, count, kind = _memory_shape(item)
     target, source = item.operands
@@ -361,6 +364,10 @@ def _ld(t: Translator, item: Instruction, mask: str) -> str:
 
 
 def _st(t: Translator, item: Instruction, mask: str) -> str:
+    if item.opcode in MESSAGES:
+        target, value, barrier = item.operands
+        values = ", ".join(t.read(x, "b32") for x in (value.items if isinstance(value, Vec) else (value,)))
+        return f"w.send({t.address_text(target, 'u32')}, {mask}, [{values}], {t.address_text(barrier, 'u32')})"
     space, _, kind = _memory_shape(item)
     if space == "param":
         raise UnknownInstruction(str(item))

@@ -15,7 +15,7 @@ from functools import partial
 import numpy as np
 
 from .instructions import CLUSTER_SHIFT, Translator
-from .lanes import FULL, Group, bits_of, lanes_of
+from .lanes import FULL, Group, bits_of, lanes_of, uniform
 from .memory import Memory, TensorMap
 from .operations import OPERATIONS, ret
 from .ptx import (
@@ -335,6 +335,19 @@ class Warp:
             local = address[there] & np.uint32((1 << CLUSTER_SHIFT) - 1)
             shared.store(local, size, [value[there] for value in values], self.index, self.write())
 
+    def send(self, address, mask, values, barrier):
+        """st.async: to shared memory of a cluster's CTA, whose barrier counts the bytes when they are there."""
+        taking = np.ones(LANES, bool) if mask is None else mask
+        if ((address ^ barrier)[taking] >> CLUSTER_SHIFT).any():
+            raise EmulationError("st.async to one CTA with the mbarrier of another")
+        local = np.uint32((1 << CLUSTER_SHIFT) - 1)
+        for window in np.unique(address[taking] >> CLUSTER_SHIFT):
+            there = taking & (address >> CLUSTER_SHIFT == window)
+            data = np.stack([value[there] for value in values], axis=1)
+            self.cta.cluster.cta_of(self.cta, int(window)).receive(
+                address[there] & local, data, uniform(barrier & local, bits_of(there), "the mbarrier of st.async")
+            )
+
     def add_shared(self, address, mask, values):
         """Atomic additions of words, lane by lane; returns what each found."""
         found = np.zeros(LANES, np.uint32)
@@ -391,13 +404,16 @@ class Cluster:
         return any(other.running() and other not in self.stuck for other in self.ctas)
 
     def shared_of(self, cta: Cta, window: int) -> SharedMemory:
-        """Of the CTA itself (0) or of the one with a rank (from 1 on)."""
+        return self.cta_of(cta, window).shared
+
+    def cta_of(self, cta: Cta, window: int) -> Cta:
+        """The CTA itself (0) or the one with a rank (from 1 on)."""
         if window > len(self.ctas):
             raise EmulationError(f"shared memory of CTA {window - 1} in a cluster of {len(self.ctas)}")
         other = self.ctas[window - 1] if window else cta
         if not other.running():
             raise EmulationError("shared memory of a CTA that has ended")
-        return other.shared
+        return other
 
 
 class Cta:
@@ -523,6 +539,21 @@ class Cta:
             self.shared.end_copy(index, data.reshape(-1, 16), None)
             self.arrive(barrier, arrivals=0, transaction_bytes=-size)
 
+        self._put_off(finish)
+
+    def receive(self, address: np.ndarray, data: np.ndarray, barrier: int) -> None:
+        """A message: words [lanes, words] for addresses [lanes]."""
+        index = self.shared.index(address, 4, data.shape[1])[:, None] + np.arange(data.shape[1])
+        self.shared.begin_copy(index, 4)
+        self.barrier(barrier)
+
+        def finish():
+            self.shared.end_copy(index[..., None], data[..., None].view(np.uint8), None)
+            self.arrive(barrier, arrivals=0, transaction_bytes=-data.nbytes)
+
+        self._put_off(finish)
+
+    def _put_off(self, finish: Callable) -> None:
         self.transfers.append((self.rng.random(), finish))
         if self.timing == "early":
             self._finish_transfer()
