@@ -58,7 +58,8 @@ struct Shared {
   int collected;
   Interval window;  // the k-th key is likely in it
   int32_t least;    // that is listed
-  Search search;
+  Search bin;  // that a round has found
+  Search key;
 };
 
 CUTE_DEVICE int lane_id() { return threadIdx.x % kWarpSize; }
@@ -106,8 +107,9 @@ struct Row {
   CUTE_DEVICE float load(int position) const { return load_float(logits + int64_t(position) * sizeof(float)); }
   // Each lane copies what it reads itself.
   CUTE_DEVICE void copy(Shared& shared, int block) const {
-    const int at = block + lane_id(), left = end - at;
-    const uint64_t from = logits + int64_t(at) * sizeof(float);
+    const uint32_t at = block + lane_id();
+    const int left = end - int(at);
+    const uint64_t from = logits + at * uint64_t(sizeof(float));
     const uint32_t to = shared_address(&shared.stages[warp_id()][at % kListed]);
     CUTE_UNROLL
     for (int i = 0; i < kBlockKeys; i += kWarpSize) {
@@ -168,7 +170,8 @@ struct Keys {
 #pragma unroll 1
     for (; block < row.end && count <= kListed - kBlockKeys; block += kBlockKeys) {
       wait_for_groups<kStages - 1>();
-      const int at = block + lane_id(), left = row.end - at;
+      const uint32_t at = block + lane_id();
+      const int left = row.end - int(at);
       float logits[kBlockSteps] = {};
       CUTE_UNROLL
       for (int i = 0; i < kBlockSteps; ++i) {
@@ -178,7 +181,7 @@ struct Keys {
       for (int i = 0; i < kBlockSteps; ++i) {
         const bool listed = i * kWarpSize < left && !(logits[i] < bound);
         const uint32_t lanes = ballot(listed);
-        if (listed) list[count + lower_lanes(lanes)] = {__float_as_int(logits[i]), at + i * kWarpSize};
+        if (listed) list[count + lower_lanes(lanes)] = {__float_as_int(logits[i]), int(at) + i * kWarpSize};
         count += __popc(lanes);
       }
       row.copy(shared, block + kStages * kBlockKeys);
@@ -239,7 +242,7 @@ CUTE_DEVICE void find_bin(Shared& shared, Search search, const Bins& bins, const
   const int sum = sums[0] + sums[1] + sums[2] + sums[3], scanned = warp_scan(sum);
   const uint32_t reached = ballot(scanned >= search.wanted);
   const int holder = __ffs(int(reached)) - 1;
-  if (reached == 0) shared.search.inside = 0;
+  if (reached == 0) shared.bin.inside = 0;
   search.lower_above += warp_sum(lane_id() < holder ? lowers[0] + lowers[1] + lowers[2] + lowers[3] : 0);
   if (lane_id() != holder) return;
   int bin = lane_id() * 4;
@@ -258,7 +261,7 @@ CUTE_DEVICE void find_bin(Shared& shared, Search search, const Bins& bins, const
     ++bin;
   }
   search.keys = bins.part(bin, search.keys);
-  shared.search = search;
+  shared.bin = search;
 }
 
 // A bin with the k-th key, of which all keys are taken, or which has one key only, or few enough for the list.
@@ -285,12 +288,11 @@ CUTE_DEVICE Search search_row(Shared& shared, Keys& keys, int k, int ctas, int r
       find_bin(shared, search, bins, ctas > 1 ? shared.counts[round % 2][0] : shared.bins, ctas, rank);
     }
     __syncthreads();
-    const bool found = shared.search.inside > 0;
-    if (!found) {
+    if (shared.bin.inside == 0) {
       search.keys.lo = kLowest;
       keys.use_all();
     } else {
-      search = shared.search;
+      search = shared.bin;
       if (search.inside <= max(search.wanted, kCandidates) || search.keys.lo == search.keys.hi) return search;
       bins = Bins::from(search.keys);
     }
@@ -322,7 +324,7 @@ CUTE_DEVICE void search_candidates(Shared& shared, const Keys& keys, const Searc
     const int32_t key = shared.candidates[min(first + lane_id() / kTeam, search.inside - 1)];
     const int sum = compare<true, 1>(shared.candidates, search.inside, key), above = sum & 0xffff, equal = sum >> 16;
     if (above < search.wanted && search.wanted <= above + equal) {
-      shared.search = {{key, key}, search.wanted - above, equal, search.lower_above, 0};
+      shared.key = {{key, key}, search.wanted - above, equal, search.lower_above, 0};
     }
   }
   __syncthreads();
@@ -417,7 +419,7 @@ __global__ void __launch_bounds__(kThreads, 1) top_k_kernel(const __grid_constan
   if (search.inside > search.wanted && search.keys.lo < search.keys.hi) {
     search_candidates(shared, keys, search, ctas);
     listed = search.lower_inside;
-    search = shared.search;
+    search = shared.key;
   }
   write_row(shared, keys, search, listed, Target(params, index));
 }
