@@ -17,12 +17,6 @@ CUTE_DEVICE void send(const void* shared, const Barrier& barrier, uint32_t rank,
                "r"(value), "r"(ptx::map_to_rank(shared_address(&barrier), rank))
                : "memory");
 }
-CUTE_DEVICE void send(const void* shared, const Barrier& barrier, uint32_t rank, const int4& x) {
-  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.u32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(
-                   ptx::map_to_rank(shared_address(shared), rank)),
-               "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w), "r"(ptx::map_to_rank(shared_address(&barrier), rank))
-               : "memory");
-}
 
 // An address of global memory that is kept in registers, and not worked out again at each use.
 CUTE_DEVICE uint64_t kept(const void* pointer) {
@@ -44,12 +38,6 @@ CUTE_DEVICE void end_of_group() { asm volatile("cp.async.commit_group;" ::: "mem
 template <int kGroups>
 CUTE_DEVICE void wait_for_groups() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kGroups) : "memory");
-}
-
-CUTE_DEVICE float square_root(float x) {
-  float y;
-  asm("sqrt.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
 }
 
 }  // namespace etap::top_k

@@ -134,7 +134,7 @@ CUTE_DEVICE int compare(const int32_t* list, int count, int32_t key) {
 }
 
 // The bounds of the k-th key, by what ranks it may have among the highest of each four samples: a part q of all keys is taken, of
-// which four have one with probability p. Four standard deviations on both sides; the lower bound is kLowest where there is none.
+// which four have one with probability p. About four standard deviations on both sides.
 CUTE_DEVICE void find_window(Shared& shared, float sample, int k, int length) {
   if (threadIdx.x < kSamples) {
     int32_t key = key_of(sample);
@@ -143,8 +143,8 @@ CUTE_DEVICE void find_window(Shared& shared, float sample, int k, int length) {
     if (threadIdx.x % kGroup == 0) shared.pivots[pivot] = (key & -kPivots) | pivot;  // no two are equal
   }
   const float rest = 1 - __fdividef(k, length), p = 1 - rest * rest * rest * rest, mean = kPivots * p;
-  const float margin = 4 * square_root(mean * (1 - p));
-  const int low = int(mean + margin) + 2, high = min(max(int(mean - margin), 0), kPivots - 2);
+  const float margin = 5 + 46 * p * (1 - p);
+  const int low = int(mean + margin) + 1, high = min(max(int(mean - margin), 0), kPivots - 2);
   __syncthreads();
   const int32_t mine = shared.pivots[threadIdx.x / kTeam];
   const int rank = compare<false, kPivots / kTeam>(shared.pivots, kPivots, mine);
@@ -223,45 +223,34 @@ CUTE_DEVICE int warp_scan(int x) {
   return x;
 }
 
-CUTE_DEVICE void add(int (&sums)[4], const int4& x) {
-  sums[0] += x.x;
-  sums[1] += x.y;
-  sums[2] += x.z;
-  sums[3] += x.w;
-}
-
-// One warp: the bin with the wanted key, from all CTAs' counts; none inside where they are too few.
+// One warp: the bin with the wanted key, from all CTAs' counts; none inside where they are too few. A lane has four bins.
 CUTE_DEVICE void find_bin(Shared& shared, Search search, const Bins& bins, const int32_t* counts, int ctas, int rank) {
-  int sums[4] = {}, lowers[4] = {};
+  const int4* const fours = reinterpret_cast<const int4*>(counts);
+  int4 sum{};
+  int lower = 0;
 #pragma unroll 2
   for (int cta = 0; cta < ctas; ++cta) {
-    const int4 x = reinterpret_cast<const int4*>(counts)[cta * kWarpSize + lane_id()];
-    add(sums, x);
-    if (cta < rank) add(lowers, x);
+    const int4 x = fours[cta * kWarpSize + lane_id()];
+    sum = {sum.x + x.x, sum.y + x.y, sum.z + x.z, sum.w + x.w};
+    if (cta < rank) lower += x.x + x.y + x.z + x.w;
   }
-  const int sum = sums[0] + sums[1] + sums[2] + sums[3], scanned = warp_scan(sum);
+  const int two = sum.x + sum.y, three = two + sum.z, all = three + sum.w, scanned = warp_scan(all);
+  const int wanted = search.wanted - (scanned - all), mine = (wanted > sum.x) + (wanted > two) + (wanted > three);
   const uint32_t reached = ballot(scanned >= search.wanted);
   const int holder = __ffs(int(reached)) - 1;
-  if (reached == 0) shared.bin.inside = 0;
-  search.lower_above += warp_sum(lane_id() < holder ? lowers[0] + lowers[1] + lowers[2] + lowers[3] : 0);
-  if (lane_id() != holder) return;
-  int bin = lane_id() * 4;
-  search.wanted -= scanned - sum;
-  search.inside = sums[0];
-  search.lower_inside = lowers[0];
-  bool found = search.wanted <= search.inside;
-  CUTE_UNROLL
-  for (int i = 1; i < 4; ++i) {
-    if (found) continue;
-    search.wanted -= search.inside;
-    search.lower_above += search.lower_inside;
-    search.inside = sums[i];
-    search.lower_inside = lowers[i];
-    found = search.wanted <= search.inside;
-    ++bin;
+  search.inside = 0;
+  if (reached != 0) {
+    const int which = __shfl_sync(kAllLanes, mine, holder);
+    const int4 x = lane_id() < ctas ? fours[lane_id() * kWarpSize + holder] : int4{};  // of another CTA a lane
+    const int above = (which > 0 ? x.x : 0) + (which > 1 ? x.y : 0) + (which > 2 ? x.z : 0);
+    const int inside = which == 0 ? x.x : which == 1 ? x.y : which == 2 ? x.z : x.w;
+    search.keys = bins.part(holder * 4 + which, search.keys);
+    search.wanted = __shfl_sync(kAllLanes, wanted, holder) - warp_sum(above);
+    search.inside = warp_sum(inside);
+    search.lower_above += warp_sum((lane_id() < holder ? lower : 0) + (lane_id() < rank ? above : 0));
+    search.lower_inside = warp_sum(lane_id() < rank ? inside : 0);
   }
-  search.keys = bins.part(bin, search.keys);
-  shared.bin = search;
+  if (lane_id() == 0) shared.bin = search;
 }
 
 // A bin with the k-th key, of which all keys are taken, or which has one key only, or few enough for the list.
@@ -279,8 +268,8 @@ CUTE_DEVICE Search search_row(Shared& shared, Keys& keys, int k, int ctas, int r
     if (ctas > 1) {
       if (threadIdx.x == 0) there.arrive_and_expect_tx(ctas * sizeof(shared.bins));
       if (warp_id() < ctas) {
-        const int4 counts = reinterpret_cast<const int4*>(shared.bins)[lane_id()];
-        send(&shared.counts[round % 2][rank][lane_id() * 4], there, warp_id(), counts);
+        CUTE_UNROLL
+        for (int i = lane_id(); i < kBins; i += kWarpSize) send(&shared.counts[round % 2][rank][i], there, warp_id(), shared.bins[i]);
       }
     }
     if (warp_id() == kWarps - 1) {

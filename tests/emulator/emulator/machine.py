@@ -377,8 +377,10 @@ class Cluster:
     def run(self) -> None:
         turns = {cta: cta.turns() for cta in self.ctas}
         draw = self.ctas[0].rng
+        late = draw.choice(self.ctas) if len(turns) > 1 and draw.random() < 0.5 else None  # falls far behind
         while turns:
-            cta = draw.choice(list(turns)) if len(turns) > 1 else next(iter(turns))
+            others = [cta for cta in turns if cta is not late or len(turns) == 1 or draw.random() < 0.01]
+            cta = draw.choice(others) if len(others) > 1 else others[0]
             if next(turns[cta], "ended") == "ended":
                 del turns[cta]
 
