@@ -8,7 +8,7 @@
 namespace etap::top_k {
 
 constexpr int kBins = 128, kBinBits = 7;
-constexpr int32_t kNoKey = INT32_MIN;        // where there is no logit
+constexpr int32_t kNoKey = INT32_MIN;       // where there is no logit
 constexpr int32_t kLowest = INT32_MIN + 1;  // NaN
 
 // The same both ways.
@@ -16,9 +16,6 @@ CUTE_DEVICE int32_t ordered(int32_t bits) { return bits ^ ((bits >> 31) & 0x7fff
 
 // Rises with the logit; -0 is 0, and NaN below all.
 CUTE_DEVICE int32_t key_of(float logit) { return logit == logit ? ordered(__float_as_int(logit + 0.0f)) : kLowest; }
-
-// No logit with at least this key is below the result. NaN, which no number is below, for the lowest keys.
-CUTE_DEVICE float bound_of(int32_t key) { return __int_as_float(ordered(key)); }
 
 struct Interval {
   int32_t lo, hi;  // both are in it

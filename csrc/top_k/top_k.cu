@@ -3,63 +3,59 @@
 // 1. A warp has consecutive blocks of 128 logits, which it copies to shared memory. Meanwhile every CTA of the row looks at the
 //    same 256 logits, and takes two of them as bounds that the k-th is likely to be between.
 // 2. Each warp lists its logits from the lower bound on, in the order of their positions. What follows reads the lists, or, where
-//    a warp's list is too short for them, all of the warp's logits again.
-// 3. Each CTA counts keys in 128 bins, and gives the counts to all others. Behind a barrier each finds the bin with the k-th key.
-//    Should it lie below the lower bound, all logits are counted again; where the bin has many keys, its parts are.
-// 4. The bin's keys, the candidates, go to a list in every CTA. Behind a second barrier each finds the k-th key among them.
+//    a warp's list has no room for them, all of the warp's logits again.
+// 3. Each CTA counts keys in 128 bins, and sends the counts to all others; each finds the bin with the k-th key. Should it lie
+//    below the lower bound, all logits are counted again; where the bin has many keys, its parts are.
+// 4. The bin's keys, the candidates, go to a list in every CTA, which finds the k-th key among them.
 // 5. Each warp counts what it takes, and writes it behind what lower positions take: positions ascend, and of equal keys the
 //    lowest positions are taken, whatever the number of CTAs.
 //
-// The bounds only decide how much is read again. There are no waits but barriers and those for a warp's own copies.
-// A phase has few instructions: they come from memory in every launch, and this takes longer than what they do.
+// The bounds only decide how much is read again. A phase has few instructions: they come from memory in every launch, which takes
+// longer than what most of them do.
 #include <algorithm>
 
-#include "top_k/cluster.cuh"
+#include "common/pipeline.cuh"
 #include "top_k/keys.cuh"
 #include "top_k/top_k.h"
 
 namespace etap::top_k {
 namespace {
 
-constexpr int kWarps = 16;  // fewer would wait longer for each other's instructions, more would have more of them
+constexpr int kMostCtas = 8;  // the largest cluster that every Hopper GPU places
+constexpr int kWarps = 16;    // all of them run most instructions: with more these take longer, with fewer the loads do
 constexpr int kThreads = kWarps * kWarpSize;
 constexpr int kBlockKeys = 128;
 constexpr int kBlockSteps = kBlockKeys / kWarpSize;
-constexpr int kStages = 8;            // blocks of a warp on their way
-constexpr int kListed = 1024;         // logits in a warp's list: all that it has in flight
+constexpr int kStages = 8;       // blocks of a warp on their way
+constexpr int kListed = kStages * kBlockKeys;
 constexpr int kCandidates = 512;
-constexpr int kAloneKeys = 8192;      // up to here a row has one CTA: to exchange counts would take longer
-constexpr int kCtaKeys = 4096;        // of a longer row
+constexpr int kAloneKeys = 8192;  // up to here a row has one CTA: an exchange takes longer than half of the work
+constexpr int kCtaKeys = 4096;    // of a longer row
 constexpr int kSamples = 256, kGroup = 4, kPivots = kSamples / kGroup;
-constexpr int kTeam = 8;              // lanes that compare one key with many
+constexpr int kTeam = 8;  // lanes that compare one key with many
 constexpr uint32_t kAllLanes = 0xffffffff;
-static_assert(kBins == kWarpSize * 4 && kThreads == kPivots * kTeam && kWarps >= kMostCtas && kListed == kStages * kBlockKeys);
+static_assert(kBins == kWarpSize * 4 && kThreads == kPivots * kTeam && kWarps >= kMostCtas && kAloneKeys == 2 * kCtaKeys);
 
 // The k-th key is in the interval, as the `wanted`-th from above of `inside`. The row's CTAs before this one have `lower_above` keys
 // above the interval and `lower_inside` in it.
 struct Search {
   Interval keys;
-  int wanted;
-  int inside;
-  int lower_above;
-  int lower_inside;
+  int wanted, inside, lower_above, lower_inside;
 };
 
 struct Shared {
-  float stages[kWarps][kStages * kBlockKeys];  // a position's place does not depend on its row
-  int2 lists[kWarps][kListed];  // logit and position
+  float stages[kWarps][kListed];  // by position, modulo their number
+  int2 lists[kWarps][kListed];    // logit and position
   int32_t counts[2][kMostCtas][kBins];  // of two rounds: a CTA may be one ahead
   int32_t bins[kBins];
   int32_t candidates[kCandidates];
   int32_t pivots[kPivots];
-  int2 taken[kWarps];
-  Barrier counts_there[2];
-  Barrier candidates_there;
+  int2 taken[kWarps];  // above the interval, inside
+  Barrier counts_there[2], candidates_there;
   int collected;
   Interval window;  // the k-th key is likely in it
   int32_t least;    // that is listed
-  Search bin;  // that a round has found
-  Search key;
+  Search bin, key;  // found by a round, and among candidates
 };
 
 CUTE_DEVICE int lane_id() { return threadIdx.x % kWarpSize; }
@@ -67,55 +63,85 @@ CUTE_DEVICE int warp_id() { return threadIdx.x / kWarpSize; }
 CUTE_DEVICE uint32_t ballot(bool x) { return __ballot_sync(kAllLanes, x); }
 CUTE_DEVICE int lower_lanes(uint32_t lanes) { return __popc(lanes & ((1u << lane_id()) - 1)); }
 CUTE_DEVICE int warp_sum(int x) { return int(__reduce_add_sync(kAllLanes, uint32_t(x))); }
-
-// Where results go.
-struct Target {
-  int32_t* out;
-  const int32_t* table;  // null: positions
-  int page_size;
-  int table_width;
-
-  CUTE_DEVICE Target(const TopKParams& params, int row)
-      : out(params.out + row * params.out_stride), table(params.block_table), page_size(params.page_size),
-        table_width(params.table_width) {
-    if (table != nullptr) table += row / params.rows_per_table * params.table_stride;
+CUTE_DEVICE int warp_scan(int x) {
+  CUTE_UNROLL
+  for (int step = 1; step < kWarpSize; step *= 2) {
+    const int other = __shfl_up_sync(kAllLanes, x, step);
+    if (lane_id() >= step) x += other;
   }
-  CUTE_DEVICE void write(int index, int position) const {
-    int entry = position;
-    if (table != nullptr) {
-      const uint32_t page = uint32_t(position) / uint32_t(page_size);
-      entry = page < table_width ? table[page] * page_size + int(position - page * page_size) : -1;
-    }
-    out[index] = entry;
-  }
-};
+  return x;
+}
+CUTE_DEVICE uint32_t shared_address(const void* pointer) { return uint32_t(__cvta_generic_to_shared(pointer)); }
+CUTE_DEVICE void send(int32_t* to, int32_t value, Barrier& there, int rank) {
+  ptx::store_async(ptx::map_to_rank(shared_address(to), rank), value, ptx::map_to_rank(shared_address(&there), rank));
+}
 
-// A row, and the positions that a warp has of it: blocks of 128, the row's last one may be shorter.
-struct Row {
-  uint64_t logits;
-  int first;
-  int end;
+// A warp's part of a row, whole blocks but for the row's last one: its logits in the order of their positions, from its list or all.
+struct Part {
+  uint64_t logits;  // of the row
+  int first, end;   // positions
+  int count = 0;
+  bool all = false;
 
-  CUTE_DEVICE Row(const TopKParams& params, int row, int length, int ctas, int rank)
-      : logits(kept(params.logits + row * params.logits_stride)) {
+  CUTE_DEVICE Part(const TopKParams& params, int row, int length, int ctas, int rank)
+      : logits(kept(uint64_t(__cvta_generic_to_global(params.logits + row * params.logits_stride)))) {
     const int blocks = (length + kBlockKeys - 1) / kBlockKeys, share = (blocks + kWarps - 1) / kWarps;
     const int each = int(__fdividef(share - 0.5f, ctas)) + 1;  // share / ctas, rounded up: exact, as share < 2^22
-    first = min((rank * kWarps + warp_id()) * each, blocks);
-    end = min(min(first + each, blocks) * kBlockKeys, length);
-    first *= kBlockKeys;
+    const int block = min((rank * kWarps + warp_id()) * each, blocks);
+    first = block * kBlockKeys;
+    end = min(min(block + each, blocks) * kBlockKeys, length);
   }
-  CUTE_DEVICE float load(int position) const { return load_float(logits + int64_t(position) * sizeof(float)); }
+  CUTE_DEVICE float load(int position) const { return ptx::load_float(logits + int64_t(position) * sizeof(float)); }
   // Each lane copies what it reads itself.
   CUTE_DEVICE void copy(Shared& shared, int block) const {
-    const uint32_t at = block + lane_id();
-    const int left = end - int(at);
-    const uint64_t from = logits + at * uint64_t(sizeof(float));
-    const uint32_t to = shared_address(&shared.stages[warp_id()][at % kListed]);
+    const uint32_t at = block + lane_id(), to = shared_address(&shared.stages[warp_id()][at % kListed]);
     CUTE_UNROLL
     for (int i = 0; i < kBlockKeys; i += kWarpSize) {
-      if (i < left) copy_async_4(to + i * sizeof(float), from + i * sizeof(float));
+      if (int(at) + i < end) ptx::copy_async_4(to + i * sizeof(float), logits + (at + i) * uint64_t(sizeof(float)));
     }
-    end_of_group();
+    ptx::commit_copies();
+  }
+  CUTE_DEVICE void use_all() {
+    all = true;
+    count = end - first;
+  }
+  // Lists what is not below a bound, if there is room.
+  CUTE_DEVICE void list(Shared& shared, float bound) {
+    int block = first;
+#pragma unroll 1
+    for (; block < end && count <= kListed - kBlockKeys; block += kBlockKeys) {
+      ptx::wait_copies<kStages - 1>();
+      const uint32_t at = block + lane_id();
+      float stage[kBlockSteps] = {};
+      CUTE_UNROLL
+      for (int i = 0; i < kBlockSteps; ++i) {
+        if (int(at) + i * kWarpSize < end) stage[i] = shared.stages[warp_id()][at % kListed + i * kWarpSize];
+      }
+      CUTE_UNROLL
+      for (int i = 0; i < kBlockSteps; ++i) {
+        const int position = int(at) + i * kWarpSize;
+        const bool listed = position < end && !(stage[i] < bound);
+        const uint32_t lanes = ballot(listed);
+        if (listed) shared.lists[warp_id()][count + lower_lanes(lanes)] = {__float_as_int(stage[i]), position};
+        count += __popc(lanes);
+      }
+      copy(shared, block + kListed);
+    }
+    ptx::wait_copies<0>();
+    __syncwarp();
+    if (block < end) use_all();
+  }
+  // visit(key, position), by all lanes of a warp at a time.
+  template <class Visit>
+  CUTE_DEVICE void each(const Shared& shared, Visit&& visit) const {
+#pragma unroll 1
+    for (int begin = 0; begin < count; begin += kWarpSize) {
+      const int i = begin + lane_id();
+      int2 one{0, first + i};
+      if (i < count && all) one.x = __float_as_int(load(one.y));
+      if (i < count && !all) one = shared.lists[warp_id()][i];
+      visit(i < count ? key_of(__int_as_float(one.x)) : kNoKey, one.y);
+    }
   }
 };
 
@@ -142,8 +168,8 @@ CUTE_DEVICE void find_window(Shared& shared, float sample, int k, int length) {
     const int pivot = threadIdx.x / kGroup;
     if (threadIdx.x % kGroup == 0) shared.pivots[pivot] = (key & -kPivots) | pivot;  // no two are equal
   }
-  const float rest = 1 - __fdividef(k, length), p = 1 - rest * rest * rest * rest, mean = kPivots * p;
-  const float margin = 5 + 46 * p * (1 - p);
+  const float rest = 1 - __fdividef(k, length), p = 1 - rest * rest * rest * rest;
+  const float mean = kPivots * p, margin = 5 + 46 * p * (1 - p);
   const int low = int(mean + margin) + 1, high = min(max(int(mean - margin), 0), kPivots - 2);
   __syncthreads();
   const int32_t mine = shared.pivots[threadIdx.x / kTeam];
@@ -156,75 +182,8 @@ CUTE_DEVICE void find_window(Shared& shared, float sample, int k, int length) {
   __syncthreads();
 }
 
-// A warp's logits in the order of their positions: those of its list, or all.
-struct Keys {
-  const Row& row;
-  bool all = false;
-  int count = 0;
-
-  // Lists what is not below a bound, if there is room.
-  CUTE_DEVICE Keys(Shared& shared, const Row& row, float bound) : row(row) {
-    const float* const stages = shared.stages[warp_id()];
-    int2* const list = shared.lists[warp_id()];
-    int block = row.first;
-#pragma unroll 1
-    for (; block < row.end && count <= kListed - kBlockKeys; block += kBlockKeys) {
-      wait_for_groups<kStages - 1>();
-      const uint32_t at = block + lane_id();
-      const int left = row.end - int(at);
-      float logits[kBlockSteps] = {};
-      CUTE_UNROLL
-      for (int i = 0; i < kBlockSteps; ++i) {
-        if (i * kWarpSize < left) logits[i] = stages[at % kListed + i * kWarpSize];
-      }
-      CUTE_UNROLL
-      for (int i = 0; i < kBlockSteps; ++i) {
-        const bool listed = i * kWarpSize < left && !(logits[i] < bound);
-        const uint32_t lanes = ballot(listed);
-        if (listed) list[count + lower_lanes(lanes)] = {__float_as_int(logits[i]), int(at) + i * kWarpSize};
-        count += __popc(lanes);
-      }
-      row.copy(shared, block + kStages * kBlockKeys);
-    }
-    wait_for_groups<0>();
-    __syncwarp();
-    if (block < row.end) use_all();
-  }
-  CUTE_DEVICE void use_all() {
-    all = true;
-    count = row.end - row.first;
-  }
-  // visit(key, position), by all lanes of a warp at a time.
-  template <class Visit>
-  CUTE_DEVICE void each(const Shared& shared, Visit&& visit) const {
-#pragma unroll 1
-    for (int begin = 0; begin < count; begin += kWarpSize) {
-      const int i = begin + lane_id();
-      int2 one{0, row.first + i};
-      if (i < count) {
-        if (all) {
-          one.x = __float_as_int(row.load(one.y));
-        } else {
-          one = shared.lists[warp_id()][i];
-        }
-      }
-      visit(i < count ? key_of(__int_as_float(one.x)) : kNoKey, one.y);
-    }
-  }
-};
-
-// The sum over the lanes up to this one.
-CUTE_DEVICE int warp_scan(int x) {
-  CUTE_UNROLL
-  for (int step = 1; step < kWarpSize; step *= 2) {
-    const int other = __shfl_up_sync(kAllLanes, x, step);
-    if (lane_id() >= step) x += other;
-  }
-  return x;
-}
-
 // One warp: the bin with the wanted key, from all CTAs' counts; none inside where they are too few. A lane has four bins.
-CUTE_DEVICE void find_bin(Shared& shared, Search search, const Bins& bins, const int32_t* counts, int ctas, int rank) {
+CUTE_DEVICE Search find_bin(Search search, const Bins& bins, const int32_t* counts, int ctas, int rank) {
   const int4* const fours = reinterpret_cast<const int4*>(counts);
   int4 sum{};
   int lower = 0;
@@ -234,52 +193,46 @@ CUTE_DEVICE void find_bin(Shared& shared, Search search, const Bins& bins, const
     sum = {sum.x + x.x, sum.y + x.y, sum.z + x.z, sum.w + x.w};
     if (cta < rank) lower += x.x + x.y + x.z + x.w;
   }
-  const int two = sum.x + sum.y, three = two + sum.z, all = three + sum.w, scanned = warp_scan(all);
-  const int wanted = search.wanted - (scanned - all), mine = (wanted > sum.x) + (wanted > two) + (wanted > three);
-  const uint32_t reached = ballot(scanned >= search.wanted);
-  const int holder = __ffs(int(reached)) - 1;
-  search.inside = 0;
-  if (reached != 0) {
-    const int which = __shfl_sync(kAllLanes, mine, holder);
-    const int4 x = lane_id() < ctas ? fours[lane_id() * kWarpSize + holder] : int4{};  // of another CTA a lane
-    const int above = (which > 0 ? x.x : 0) + (which > 1 ? x.y : 0) + (which > 2 ? x.z : 0);
-    const int inside = which == 0 ? x.x : which == 1 ? x.y : which == 2 ? x.z : x.w;
-    search.keys = bins.part(holder * 4 + which, search.keys);
-    search.wanted = __shfl_sync(kAllLanes, wanted, holder) - warp_sum(above);
-    search.inside = warp_sum(inside);
-    search.lower_above += warp_sum((lane_id() < holder ? lower : 0) + (lane_id() < rank ? above : 0));
-    search.lower_inside = warp_sum(lane_id() < rank ? inside : 0);
-  }
-  if (lane_id() == 0) shared.bin = search;
+  const int two = sum.x + sum.y, three = two + sum.z, four = three + sum.w, scanned = warp_scan(four);
+  const int wanted = search.wanted - (scanned - four), mine = (wanted > sum.x) + (wanted > two) + (wanted > three);
+  const int holder = __ffs(int(ballot(scanned >= search.wanted))) - 1, which = __shfl_sync(kAllLanes, mine, holder);
+  const int4 x = lane_id() < ctas && holder >= 0 ? fours[lane_id() * kWarpSize + holder] : int4{};  // of another CTA a lane
+  const int above = (which > 0 ? x.x : 0) + (which > 1 ? x.y : 0) + (which > 2 ? x.z : 0);
+  const int inside = which == 0 ? x.x : which == 1 ? x.y : which == 2 ? x.z : x.w;
+  search.keys = bins.part(holder * 4 + which, search.keys);
+  search.wanted = __shfl_sync(kAllLanes, wanted, holder) - warp_sum(above);
+  search.inside = warp_sum(inside);
+  search.lower_above += warp_sum((lane_id() < holder ? lower : 0) + (lane_id() < rank ? above : 0));
+  search.lower_inside = warp_sum(lane_id() < rank ? inside : 0);
+  return search;
 }
 
 // A bin with the k-th key, of which all keys are taken, or which has one key only, or few enough for the list.
-CUTE_DEVICE Search search_row(Shared& shared, Keys& keys, int k, int ctas, int rank) {
+CUTE_DEVICE Search search_row(Shared& shared, Part& part, int k, int ctas, int rank) {
   Search search{{shared.least, INT32_MAX}, k, 0, 0, 0};
   Bins bins = Bins::from(shared.window);
   ptx::cluster_wait();  // all CTAs have begun
 #pragma unroll 1
   for (int round = 0;; ++round) {
-    keys.each(shared, [&](int32_t key, int) {
+    part.each(shared, [&](int32_t key, int) {
       if (search.keys.holds(key)) atomicAdd(&shared.bins[bins.bin_of(key)], 1);
     });
     __syncthreads();
     Barrier& there = shared.counts_there[round % 2];
-    if (ctas > 1) {
-      if (threadIdx.x == 0) there.arrive_and_expect_tx(ctas * sizeof(shared.bins));
-      if (warp_id() < ctas) {
-        CUTE_UNROLL
-        for (int i = lane_id(); i < kBins; i += kWarpSize) send(&shared.counts[round % 2][rank][i], there, warp_id(), shared.bins[i]);
-      }
+    if (ctas > 1 && threadIdx.x == 0) there.arrive_and_expect_tx(ctas * sizeof(shared.bins));
+    if (ctas > 1 && warp_id() < ctas) {
+      CUTE_UNROLL
+      for (int i = lane_id(); i < kBins; i += kWarpSize) send(&shared.counts[round % 2][rank][i], shared.bins[i], there, warp_id());
     }
     if (warp_id() == kWarps - 1) {
       if (ctas > 1) spin<true>(there, round / 2 % 2);
-      find_bin(shared, search, bins, ctas > 1 ? shared.counts[round % 2][0] : shared.bins, ctas, rank);
+      const Search found = find_bin(search, bins, ctas > 1 ? shared.counts[round % 2][0] : shared.bins, ctas, rank);
+      if (lane_id() == 0) shared.bin = found;
     }
     __syncthreads();
     if (shared.bin.inside == 0) {
       search.keys.lo = kLowest;
-      keys.use_all();
+      part.use_all();
     } else {
       search = shared.bin;
       if (search.inside <= max(search.wanted, kCandidates) || search.keys.lo == search.keys.hi) return search;
@@ -291,16 +244,13 @@ CUTE_DEVICE Search search_row(Shared& shared, Keys& keys, int k, int ctas, int r
 }
 
 // The k-th key itself, from the candidates of all CTAs, those of the CTAs before first.
-CUTE_DEVICE void search_candidates(Shared& shared, const Keys& keys, const Search& search, int ctas) {
-  keys.each(shared, [&](int32_t key, int) {
+CUTE_DEVICE Search search_candidates(Shared& shared, const Part& part, const Search& search, int ctas) {
+  part.each(shared, [&](int32_t key, int) {
     if (!search.keys.holds(key)) return;
     int32_t* const to = &shared.candidates[search.lower_inside + atomicAdd(&shared.collected, 1)];
-    if (ctas == 1) {
-      *to = key;
-      return;
-    }
+    if (ctas == 1) *to = key;
 #pragma unroll 1
-    for (int cta = 0; cta < ctas; ++cta) send(to, shared.candidates_there, cta, key);
+    for (int cta = 0; cta < ctas && ctas > 1; ++cta) send(to, key, shared.candidates_there, cta);
   });
   if (ctas == 1) {
     __syncthreads();
@@ -317,52 +267,47 @@ CUTE_DEVICE void search_candidates(Shared& shared, const Keys& keys, const Searc
     }
   }
   __syncthreads();
+  return shared.key;
+}
+
+// A position, or its cache row; -1 for none, and past the block table.
+CUTE_DEVICE void write(const TopKParams& params, int row, int index, int position) {
+  if (params.block_table != nullptr && position >= 0) {
+    const int32_t* const table = params.block_table + row / params.rows_per_table * params.table_stride;
+    const uint32_t page = uint32_t(position) / uint32_t(params.page_size);
+    position = page < params.table_width ? table[page] * params.page_size + int(position - page * params.page_size) : -1;
+  }
+  params.out[row * params.out_stride + index] = position;
 }
 
 // All above the interval, and of what is in it the `wanted` lowest positions. `listed` candidates are of the CTAs before.
-CUTE_DEVICE void write_row(Shared& shared, const Keys& keys, const Search& search, int listed, const Target& target) {
+CUTE_DEVICE void write_row(Shared& shared, const Part& part, const Search& search, int listed, const TopKParams& params, int row) {
   int above = 0, inside = 0;
-  keys.each(shared, [&](int32_t key, int) {
+  const auto count = [&](int32_t key, int) {
     above += key > search.keys.hi;
     inside += search.keys.holds(key);
-  });
+  };
+  part.each(shared, count);
   above = warp_sum(above);
   inside = warp_sum(inside);
   if (lane_id() == 0) shared.taken[warp_id()] = {above, inside};
   __syncthreads();
-  const int2 before = lane_id() < warp_id() ? shared.taken[lane_id()] : int2{0, 0};
+  const int2 before = lane_id() < warp_id() ? shared.taken[lane_id()] : int2{};
   above = before.x;
   inside = before.y;
 #pragma unroll 1
-  for (int i = lane_id(); i < listed; i += kWarpSize) {
-    above += shared.candidates[i] > search.keys.hi;
-    inside += search.keys.holds(shared.candidates[i]);
-  }
+  for (int i = lane_id(); i < listed; i += kWarpSize) count(shared.candidates[i], 0);
   inside = search.lower_inside + warp_sum(inside);
   int index = search.lower_above + warp_sum(above) + min(inside, search.wanted);
-  keys.each(shared, [&](int32_t key, int position) {
-    bool takes = key > search.keys.hi;
+  part.each(shared, [&](int32_t key, int position) {
     const bool holds = search.keys.holds(key);
-    if (const uint32_t lanes = ballot(holds); lanes != 0) {
-      takes |= holds && inside + lower_lanes(lanes) < search.wanted;
-      inside += __popc(lanes);
-    }
-    const uint32_t lanes = ballot(takes);
-    if (takes) target.write(index + lower_lanes(lanes), position);
-    index += __popc(lanes);
+    const uint32_t holding = ballot(holds);
+    const bool takes = key > search.keys.hi || (holds && inside + lower_lanes(holding) < search.wanted);
+    const uint32_t taking = ballot(takes);
+    if (takes) write(params, row, index + lower_lanes(taking), position);
+    inside += __popc(holding);
+    index += __popc(taking);
   });
-}
-
-// A row of at most k keys: all of them, and -1 behind.
-CUTE_DEVICE void write_whole_row(const Target& target, int length, int k, int ctas, int rank) {
-#pragma unroll 1
-  for (int i = rank * kThreads + int(threadIdx.x); i < k; i += ctas * kThreads) {
-    if (i < length) {
-      target.write(i, i);
-    } else {
-      target.out[i] = -1;
-    }
-  }
 }
 
 CUTE_DEVICE int length_of(const TopKParams& params, int row) {
@@ -374,8 +319,8 @@ CUTE_DEVICE int length_of(const TopKParams& params, int row) {
 __global__ void __launch_bounds__(kThreads, 1) top_k_kernel(const __grid_constant__ TopKParams params) {
   extern __shared__ __align__(16) char shared_bytes[];
   Shared& shared = *reinterpret_cast<Shared*>(shared_bytes);
-  const int cluster = int(ptx::cluster_size()), rank = int(ptx::cluster_rank());  // a power of two
-  const int index = int(blockIdx.x) >> (__ffs(cluster) - 1);
+  const int cluster = int(ptx::cluster_size()), rank = int(ptx::cluster_rank());
+  const int index = int(blockIdx.x) >> (__ffs(cluster) - 1), k = params.k;  // a cluster's size is a power of two
   if (threadIdx.x < kBins) shared.bins[threadIdx.x] = 0;
   if (threadIdx.x == 0) {
     shared.collected = 0;
@@ -388,29 +333,27 @@ __global__ void __launch_bounds__(kThreads, 1) top_k_kernel(const __grid_constan
   const int length = length_of(params, index);
   cudaGridDependencySynchronize();
   const int ctas = length <= kAloneKeys ? 1 : min((length + kCtaKeys - 1) / kCtaKeys, cluster);
-  if (length <= params.k || rank >= ctas) {
+  if (length <= k || rank >= ctas) {
     ptx::cluster_wait();
-    if (length <= params.k) write_whole_row(Target(params, index), length, params.k, cluster, rank);
+#pragma unroll 1
+    for (int i = rank * kThreads + threadIdx.x; length <= k && i < k; i += cluster * kThreads) write(params, index, i, i < length ? i : -1);
     return;
   }
 
-  const Row row(params, index, length, ctas, rank);
-  float sample = 0;
-  if (threadIdx.x < kSamples) {  // one in each of as many parts of the row, at no fixed distance
-    sample = row.load(__umulhi(threadIdx.x << 24 | (threadIdx.x * 0x9e3779 & 0xffffff), length));
-  }
+  Part part(params, index, length, ctas, rank);
+  float sample = 0;  // one in each of as many parts of the row, at no fixed distance
+  if (threadIdx.x < kSamples) sample = part.load(__umulhi(threadIdx.x << 24 | (threadIdx.x * 0x9e3779 & 0xffffff), length));
 #pragma unroll 1
-  for (int i = 0; i < kStages; ++i) row.copy(shared, row.first + i * kBlockKeys);
-  find_window(shared, sample, params.k, length);
-  Keys keys(shared, row, bound_of(shared.least));
-  Search search = search_row(shared, keys, params.k, ctas, rank);
+  for (int block = 0; block < kListed; block += kBlockKeys) part.copy(shared, part.first + block);
+  find_window(shared, sample, k, length);
+  part.list(shared, __int_as_float(ordered(shared.least)));  // NaN for the lowest keys, which nothing is below
+  Search search = search_row(shared, part, k, ctas, rank);
   int listed = 0;
   if (search.inside > search.wanted && search.keys.lo < search.keys.hi) {
-    search_candidates(shared, keys, search, ctas);
     listed = search.lower_inside;
-    search = shared.key;
+    search = search_candidates(shared, part, search, ctas);
   }
-  write_row(shared, keys, search, listed, Target(params, index));
+  write_row(shared, part, search, listed, params, index);
 }
 
 KernelHandles handles;
@@ -425,7 +368,8 @@ KernelLaunch prepare_top_k(const TopKParams& params, int num_sms) {
   using namespace top_k;
   int ctas = 1;
   while (ctas < kMostCtas && params.rows * ctas * 2 <= num_sms && params.width > std::max(kAloneKeys, ctas * kCtaKeys)) ctas *= 2;
-  return {reinterpret_cast<const void*>(top_k_kernel), "top_k_kernel", &handles, dim3(params.rows * ctas), kThreads, sizeof(Shared), ctas};
+  const void* const function = reinterpret_cast<const void*>(top_k_kernel);
+  return {function, "top_k_kernel", &handles, dim3(params.rows * ctas), kThreads, sizeof(Shared), ctas};
 }
 
 }  // namespace etap
