@@ -1,4 +1,4 @@
-"""The compiled top-k kernel in the emulator, against float64 keys: clusters, lists, every law of logits, planted faults."""
+"""The compiled top-k kernel in the emulator, against float64 keys: clusters, lists, laws of logits, planted faults."""
 
 from __future__ import annotations
 

@@ -289,7 +289,8 @@ def _mov(t: Translator, item: Instruction, mask: str) -> str:
     return t.write(target, kind, t.read(source, kind), mask)
 
 
-COMPARISONS = {"num": "==", "nan": "==", "neu": "!=", "geu": "<", "eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
+COMPARISONS = {"num": "==", "neu": "!=", "eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
+COMPARISONS |= {"nan": "==", "geu": "<"}  # turned round: they hold for NaN
 
 
 def _setp(t: Translator, item: Instruction, mask: str) -> str:
