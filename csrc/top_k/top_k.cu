@@ -94,10 +94,13 @@ struct Part {
   CUTE_DEVICE float load(int position) const { return ptx::load_float(logits + int64_t(position) * sizeof(float)); }
   // Each lane copies what it reads itself.
   CUTE_DEVICE void copy(Shared& shared, int block) const {
-    const uint32_t at = block + lane_id(), to = shared_address(&shared.stages[warp_id()][at % kListed]);
-    CUTE_UNROLL
-    for (int i = 0; i < kBlockKeys; i += kWarpSize) {
-      if (int(at) + i < end) ptx::copy_async_4(to + i * sizeof(float), logits + (at + i) * uint64_t(sizeof(float)));
+    if (block < end) {
+      const uint32_t at = block + lane_id(), to = shared_address(&shared.stages[warp_id()][at % kListed]);
+      const uint64_t from = logits + at * uint64_t(sizeof(float));
+      CUTE_UNROLL
+      for (int i = 0; i < kBlockKeys; i += kWarpSize) {
+        if (int(at) + i < end) ptx::copy_async_4(to + i * sizeof(float), from + i * sizeof(float));
+      }
     }
     ptx::commit_copies();
   }

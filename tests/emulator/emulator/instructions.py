@@ -350,9 +350,6 @@ def _memory_shape(item: Instruction) -> tuple[str, int, str]:
     return shape[1].removeprefix("shared::"), int(shape[2] or 1), shape[3]
 
 
-MESSAGES = [f"st.async.shared::cluster.mbarrier::complete_tx::bytes.{kind}" for kind in ("u32", "v4.u32")]
-
-
 def _ld(t: Translator, item: Instruction, mask: str) -> str:
     space, count, kind = _memory_shape(item)
     target, source = item.operands
@@ -365,10 +362,9 @@ def _ld(t: Translator, item: Instruction, mask: str) -> str:
 
 
 def _st(t: Translator, item: Instruction, mask: str) -> str:
-    if item.opcode in MESSAGES:
-        target, value, barrier = item.operands
-        values = ", ".join(t.read(x, "b32") for x in (value.items if isinstance(value, Vec) else (value,)))
-        return f"w.send({t.address_text(target, 'u32')}, {mask}, [{values}], {t.address_text(barrier, 'u32')})"
+    if item.opcode == "st.async.shared::cluster.mbarrier::complete_tx::bytes.u32":
+        target, barrier = (t.address_text(operand, "u32") for operand in item.operands[::2])
+        return f"w.send({target}, {mask}, {t.read(item.operands[1], 'u32')}, {barrier})"
     space, _, kind = _memory_shape(item)
     if space == "param":
         raise UnknownInstruction(str(item))

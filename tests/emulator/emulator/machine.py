@@ -335,18 +335,16 @@ class Warp:
             local = address[there] & np.uint32((1 << CLUSTER_SHIFT) - 1)
             shared.store(local, size, [value[there] for value in values], self.index, self.write())
 
-    def send(self, address, mask, values, barrier):
-        """st.async: to shared memory of a cluster's CTA, whose barrier counts the bytes when they are there."""
+    def send(self, address, mask, words, barrier):
+        """st.async: to shared memory of a cluster's CTA, whose mbarrier counts the bytes when they are there."""
         taking = np.ones(LANES, bool) if mask is None else mask
         if ((address ^ barrier)[taking] >> CLUSTER_SHIFT).any():
             raise EmulationError("st.async to one CTA with the mbarrier of another")
         local = np.uint32((1 << CLUSTER_SHIFT) - 1)
         for window in np.unique(address[taking] >> CLUSTER_SHIFT):
             there = taking & (address >> CLUSTER_SHIFT == window)
-            data = np.stack([value[there] for value in values], axis=1)
-            self.cta.cluster.cta_of(self.cta, int(window)).receive(
-                address[there] & local, data, uniform(barrier & local, bits_of(there), "the mbarrier of st.async")
-            )
+            counter = uniform(barrier & local, bits_of(there), "the mbarrier of st.async")
+            self.cta.cluster.cta_of(self.cta, int(window)).receive(address[there] & local, words[there], counter)
 
     def add_shared(self, address, mask, values):
         """Atomic additions of words, lane by lane; returns what each found."""
@@ -543,15 +541,15 @@ class Cta:
 
         self._put_off(finish)
 
-    def receive(self, address: np.ndarray, data: np.ndarray, barrier: int) -> None:
-        """A message: words [lanes, words] for addresses [lanes]."""
-        index = self.shared.index(address, 4, data.shape[1])[:, None] + np.arange(data.shape[1])
+    def receive(self, address: np.ndarray, words: np.ndarray, barrier: int) -> None:
+        """st.async: a word for each address."""
+        index = self.shared.index(address, 4)[:, None]
         self.shared.begin_copy(index, 4)
         self.barrier(barrier)
 
         def finish():
-            self.shared.end_copy(index[..., None], data[..., None].view(np.uint8), None)
-            self.arrive(barrier, arrivals=0, transaction_bytes=-data.nbytes)
+            self.shared.end_copy(index, words[:, None].view(np.uint8), None)
+            self.arrive(barrier, arrivals=0, transaction_bytes=-words.nbytes)
 
         self._put_off(finish)
 
