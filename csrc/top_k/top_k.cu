@@ -32,9 +32,9 @@ constexpr int kCandidates = 512;
 constexpr int kAloneKeys = 8192;  // up to here a row has one CTA: an exchange takes longer than half of the work
 constexpr int kCtaKeys = 4096;    // of a longer row
 constexpr int kSamples = 256, kGroup = 4, kPivots = kSamples / kGroup;
-constexpr int kTeam = 8;  // lanes that compare one key with many
+constexpr int kTeam = kThreads / kPivots;  // lanes that compare one key with many
 constexpr uint32_t kAllLanes = 0xffffffff;
-static_assert(kBins == kWarpSize * 4 && kThreads == kPivots * kTeam && kWarps >= kMostCtas && kAloneKeys == 2 * kCtaKeys);
+static_assert(kBins == kWarpSize * 4 && kThreads >= kSamples && kWarps >= kMostCtas && kAloneKeys == 2 * kCtaKeys);
 
 // The k-th key is in the interval, as the `wanted`-th from above of `inside`. The row's CTAs before this one have `lower_above` keys
 // above the interval and `lower_inside` in it.
@@ -139,10 +139,8 @@ struct Part {
   CUTE_DEVICE void each(const Shared& shared, Visit&& visit) const {
 #pragma unroll 1
     for (int begin = 0; begin < count; begin += kWarpSize) {
-      const int i = begin + lane_id();
-      int2 one{0, first + i};
-      if (i < count && all) one.x = __float_as_int(load(one.y));
-      if (i < count && !all) one = shared.lists[warp_id()][i];
+      const int i = begin + lane_id(), there = min(i, count - 1);
+      const int2 one = all ? int2{__float_as_int(load(first + there)), first + there} : shared.lists[warp_id()][there];
       visit(i < count ? key_of(__int_as_float(one.x)) : kNoKey, one.y);
     }
   }
