@@ -42,8 +42,7 @@ def sparse_top_k(
     reads logits. On CPU tensors `etap_backend.cpu.top_k` runs.
 
     Args:
-        logits: float32 [rows, width], any stride between rows, a contiguous last dimension. Rows at
-            multiples of 16 bytes are read faster.
+        logits: float32 [rows, width], any stride between rows, a contiguous last dimension.
         lengths: int32, contiguous: [rows], how many leading logits each row has; or [requests], where each request has
             n = rows / requests consecutive rows, its query tokens, and token t has length - n + 1 + t. Lengths outside
             of 0 to width count as the nearest of these.

@@ -31,6 +31,7 @@ HEADS, DIM, PAGE_SIZE, KEY_BYTES = 64, 128, 64, 132
 ROTATED_BYTES = 240e6  # four times an H200's L2
 LAYERS = 12  # of a graph
 DEFAULT_CASES = ["1x8192", "1x32768", "16x32768", "32x32768", "64x32768", "1x131072", "16x131072", "64x131072"]
+DEFAULT_CASES += ["16x8192x512", "16x8192x1024", "64x8192x512", "64x8192x1024"]  # DeepSeek-V4's
 
 
 @dataclass(frozen=True)
@@ -136,6 +137,18 @@ def sgl_kernel(case: Case) -> Call:
     return lambda logits: select(logits, lengths, case.k)
 
 
+def sglang_v2(case: Case) -> Call:
+    module = importlib.import_module("sglang.kernels.ops.attention.dsv4.topk")
+    out, lengths = torch.empty(case.rows, case.k, dtype=torch.int32, device="cuda"), case.lengths
+    plan = module.plan_topk_v2(lengths)
+
+    def call(logits: Tensor) -> Tensor:
+        module.topk_transform_paged_v2(logits, lengths, None, out, 1, plan)
+        return out
+
+    return call
+
+
 def _flashinfer(deterministic: bool) -> Callable[[Case], Call]:
     def prepare(case: Case) -> Call:
         select = importlib.import_module("flashinfer.topk").top_k_ragged_transform
@@ -151,11 +164,13 @@ PEERS: dict[str, Callable[[Case], Call]] = {
     "ETAP, lengths late": etap_late,
     "vLLM cooperative": _vllm("cooperative_topk"),
     "vLLM persistent": _vllm("persistent_topk"),
+    "SGLang topk_v2": sglang_v2,
     "sgl_kernel fast_topk_v2": sgl_kernel,
     "FlashInfer": _flashinfer(False),
     "FlashInfer deterministic": _flashinfer(True),
 }
 EXACT = ("ETAP", "ETAP, lengths late")
+ENGINE = ("vLLM cooperative", "vLLM persistent")  # ETAP's times stand as parts of the faster one's
 
 # ------------------------------------------------------------------------------------------------------------ measuring
 
@@ -207,8 +222,11 @@ def measure(case: Case, write: Writer, names: list[str], replays: int) -> dict[s
 
 def text_of(row: dict) -> str:
     lines = [f"{row['rows']} x {row['length']}, width {row['width']}, k {row['k']}"]
+    engine = min((row["results"][name]["us"] for name in ENGINE if "us" in row["results"].get(name, {})), default=None)
     for name, one in row["results"].items():
         said = f"{one['us']:8.2f} us" if "us" in one else one.get("refused") or one.get("failed")
+        if name in EXACT and engine and "us" in one:
+            said += f"   {one['us'] / engine:.2f} of vLLM's"
         wrong = f"   {one['wrong_entries']} wrong entries" if one.get("wrong_entries") else ""
         lines.append(f"  {name:26} {said}{wrong}")
     return "\n".join(lines)
@@ -221,18 +239,21 @@ def document_of(logits: str) -> dict:
 
 
 def case_of(text: str, width: int, k: int) -> Case:
-    """A case from ROWSxLENGTH. Raises ValueError, naming the argument."""
-    rows, _, length = text.partition("x")
-    if not (rows.isdigit() and length.isdigit() and int(rows) > 0 and k <= int(length) <= width):
-        raise ValueError(f"case: wanted ROWSxLENGTH with a length from {k} to {width}, got {text}")
-    return Case(int(rows), int(length), width, k)
+    """A case from ROWSxLENGTH or ROWSxLENGTHxK. Raises ValueError, naming the argument."""
+    numbers = text.split("x")
+    if len(numbers) not in (2, 3) or not all(number.isdigit() for number in numbers):
+        raise ValueError(f"case: wanted ROWSxLENGTH or ROWSxLENGTHxK, got {text}")
+    rows, length, k = *map(int, numbers), *([k] if len(numbers) == 2 else [])
+    if rows < 1 or k < 1 or not k <= length <= width:
+        raise ValueError(f"case: wanted rows, and a length from {k} to {width}, got {text}")
+    return Case(rows, length, width, k)
 
 
 def main(
-    cases: Annotated[list[str] | None, typer.Argument(help="ROWSxLENGTH, such as 16x32768.")] = None,
+    cases: Annotated[list[str] | None, typer.Argument(help="ROWSxLENGTH or ROWSxLENGTHxK, such as 16x32768.")] = None,
     logits: Annotated[Literal["deep-gemm", "random"], typer.Option(help="Who writes the logits.")] = "deep-gemm",
     width: Annotated[int, typer.Option(help="Columns of the logits: a server's longest context.")] = 163840,
-    k: Annotated[int, typer.Option(help="Positions to select.")] = 2048,
+    k: Annotated[int, typer.Option(help="Positions to select where a case does not say.")] = 2048,
     only: Annotated[list[str] | None, typer.Option(help="Time only this kernel; may be repeated.")] = None,
     replays: Annotated[int, typer.Option(min=2, help="Graph replays per kernel and case.")] = 41,
     output: Annotated[Path | None, typer.Option(help="JSON file.")] = None,

@@ -190,8 +190,8 @@ void top_k(const TopKCall& call) {
 
 void check_top_k(const TopKCall& call) { check(call); }
 
-// CTAs, CTAs of a cluster, threads, parameters.
-using TopKLaunch = Tuple<int64_t, int64_t, int64_t, Bytes>;
+// CTAs, CTAs of a cluster, threads, shared bytes, parameters.
+using TopKLaunch = Tuple<int64_t, int64_t, int64_t, int64_t, Bytes>;
 
 // What `top_k` launches for at least one row, for those who run it elsewhere: on tensors of the CPU too.
 TopKLaunch top_k_launch(const TopKCall& call) {
@@ -199,7 +199,8 @@ TopKLaunch top_k_launch(const TopKCall& call) {
   check_at_least("logits' rows", call.rows(), 1);
   const TopKParams params = top_k_params(call);
   const KernelLaunch kernel = prepare_top_k(params, int(call.num_sms));
-  return TopKLaunch(int64_t(kernel.blocks.x), int64_t(kernel.cluster), int64_t(kernel.threads), bytes_of(params));
+  return TopKLaunch(int64_t(kernel.blocks.x), int64_t(kernel.cluster), int64_t(kernel.threads), int64_t(kernel.shared_bytes),
+                    bytes_of(params));
 }
 
 // Row tile, row groups, floats of a split's partial result, rows that a split is weighed by, tiles that a split is taken

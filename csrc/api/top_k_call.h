@@ -47,8 +47,8 @@ inline void check(const TopKCall& call) {
     TVM_FFI_THROW(ValueError) << "out: wanted rows that do not overlap, got strides " << text(call.out.strides());
   }
   // A position, and a CTA's number, is an int32; eight CTAs are the most that a row has.
-  if (call.width() > kMost - 1024 || call.rows() > kMost / 8) {
-    TVM_FFI_THROW(ValueError) << "logits: wanted at most " << kMost / 8 << " rows of " << kMost - 1024 << ", got shape "
+  if (call.width() > kMost - 4096 || call.rows() > kMost / 8) {
+    TVM_FFI_THROW(ValueError) << "logits: wanted at most " << kMost / 8 << " rows of " << kMost - 4096 << ", got shape "
                               << text(call.logits.shape());
   }
   if (call.block_table.has_value()) {
@@ -72,7 +72,6 @@ inline TopKParams top_k_params(const TopKCall& call) {
   params.width = int32_t(call.width());
   params.k = int32_t(call.out.size(1));
   params.rows_per_length = int32_t(rows_each("lengths", call.lengths, call.rows()));
-  params.aligned = aligned(call.logits) && (call.rows() == 1 || params.logits_stride * sizeof(float) % kAlignmentBytes == 0);
   params.early_lengths = call.early_lengths;
   params.page_size = params.rows_per_table = 1;
   if (call.block_table.has_value()) {

@@ -69,6 +69,18 @@ CUTE_DEVICE void store_shared(uint32_t target, const uint4& value) {
                : "memory");
 }
 
+CUTE_DEVICE void copy_async_4(uint32_t target, uint64_t source) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(target), "l"(source));
+}
+
+// What was copied since the last of these is a group.
+CUTE_DEVICE void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// Waits for all but the latest groups.
+template <int kGroups>
+CUTE_DEVICE void wait_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kGroups) : "memory");
+}
+
 // Whether the barrier's phase of this parity has completed.
 CUTE_DEVICE bool mbarrier_test_wait(uint32_t barrier, uint32_t parity) {
   uint32_t done;
@@ -198,6 +210,20 @@ CUTE_DEVICE void load_once_if(bool wanted, uint64_t from, uint2& value) {
       : "=&r"(value.x), "=&r"(value.y)
       : "l"(from), "r"(int(wanted))
       : "memory");
+}
+
+CUTE_DEVICE float load_float(uint64_t global) {
+  float x;
+  asm volatile("ld.global.f32 %0, [%1];" : "=f"(x) : "l"(global));
+  return x;
+}
+
+// Store four bytes in shared memory of a CTA of the cluster, as map_to_rank names it; its barrier there counts them when they have
+// arrived. The barrier of a cluster would wait for everything that its threads have written, as long as a trip to memory takes.
+CUTE_DEVICE void store_async(uint32_t mapped, int32_t value, uint32_t mapped_barrier) {
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.u32 [%0], %1, [%2];" ::"r"(mapped), "r"(value),
+               "r"(mapped_barrier)
+               : "memory");
 }
 
 CUTE_DEVICE void prefetch_l2(const void* line) { asm volatile("prefetch.global.L2 [%0];" ::"l"(line)); }

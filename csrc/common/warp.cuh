@@ -17,6 +17,11 @@ CUTE_DEVICE int anew(int x) {
   asm volatile("" : "+r"(x));
   return x;
 }
+// The same of an address, which is kept in registers: the compiler does not work it out again where it is used.
+CUTE_DEVICE uint64_t kept(uint64_t x) {
+  asm volatile("" : "+l"(x));
+  return x;
+}
 
 // Two values in one register, the lower column in the lower half.
 template <class Element>

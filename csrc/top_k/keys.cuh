@@ -1,4 +1,4 @@
-// The order of logits as integers, and the bins that a first histogram counts them in.
+// The order of logits as integers, intervals of them, and the bins that an interval's keys are counted in.
 #pragma once
 
 #include <cute/config.hpp>
@@ -7,51 +7,39 @@
 
 namespace etap::top_k {
 
-constexpr int kBins = 4096;
-constexpr int32_t kLowest = INT32_MIN;  // NaN, and what lies behind a row's end
+constexpr int kBins = 128, kBinBits = 7;
+constexpr int32_t kNoKey = INT32_MIN;       // where there is no logit
+constexpr int32_t kLowest = INT32_MIN + 1;  // NaN
+
+// The same both ways.
+CUTE_DEVICE int32_t ordered(int32_t bits) { return bits ^ ((bits >> 31) & 0x7fffffff); }
 
 // Rises with the logit; -0 is 0, and NaN below all.
-CUTE_DEVICE int32_t key_of(float logit) {
-  const int32_t bits = __float_as_int(logit + 0.0f);
-  const int32_t key = bits ^ ((bits >> 31) & 0x7fffffff);
-  return logit == logit ? key : kLowest;
-}
+CUTE_DEVICE int32_t key_of(float logit) { return logit == logit ? ordered(__float_as_int(logit + 0.0f)) : kLowest; }
 
-// Keys from `lo` to `lo + last`.
 struct Interval {
-  int32_t lo;
-  uint32_t last;
+  int32_t lo, hi;  // both are in it
 
-  CUTE_DEVICE bool holds(int32_t key) const { return uint32_t(key) - uint32_t(lo) <= last; }
-  // Bits in which its keys may differ.
-  CUTE_DEVICE int bits() const { return 32 - __clz(int(last)); }
-  // One of the parts of 2^shift keys.
-  CUTE_DEVICE Interval part(uint32_t digit, int shift) const {
-    const uint32_t offset = digit << shift;
-    return {int32_t(uint32_t(lo) + offset), min(last - offset, (1u << shift) - 1)};
-  }
+  CUTE_DEVICE bool holds(int32_t key) const { return lo <= key && key <= hi; }
 };
 
-// A key's bin, from the largest down: sign, five bits of exponent and six of mantissa, where 0 has a bin of its own, and sizes
-// below 2^-14 or from 2^17.9 on have one for each sign.
-constexpr int kDroppedBits = 17;
-constexpr int kSmall = (113 << 23 >> kDroppedBits) - 1;  // what sizes below 2^-14 have in the upper bits, at most
-constexpr int kLastStep = kBins / 2 - 2;
+// Parts of 2^shift keys from `lo` on, the highest first. What lies below is in the last bin, what lies above in the first.
+struct Bins {
+  int32_t lo;
+  int shift;
 
-CUTE_DEVICE int step_of(int upper) { return max(min(upper - kSmall, kLastStep), 0); }
-
-CUTE_DEVICE int bin_of(int32_t key) {
-  const int upper = key >> kDroppedBits, sign = max(min(key, 1), -1);
-  return kBins / 2 - (step_of(upper) - step_of(~upper) + sign);
-}
-
-CUTE_DEVICE Interval interval_of(int bin) {
-  const int signed_bin = kBins / 2 - bin;
-  if (signed_bin == 0) return {0, 0};
-  const int step = abs(signed_bin) - 1;
-  const int32_t lo = step == 0 ? 1 : (step + kSmall) << kDroppedBits;
-  const int32_t hi = step == kLastStep ? INT32_MAX : ((step + kSmall + 1) << kDroppedBits) - 1;
-  return {signed_bin > 0 ? lo : ~hi, uint32_t(hi - lo)};
-}
+  CUTE_DEVICE static Bins from(const Interval& keys) {
+    return {keys.lo, max(32 - kBinBits - __clz(int(uint32_t(keys.hi) - uint32_t(keys.lo))), 0)};
+  }
+  CUTE_DEVICE int bin_of(int32_t key) const {
+    return kBins - 1 - int(min((uint32_t(max(key, lo)) - uint32_t(lo)) >> shift, uint32_t(kBins - 1)));
+  }
+  // What a bin has of an interval.
+  CUTE_DEVICE Interval part(int bin, const Interval& of) const {
+    const uint32_t digit = kBins - 1 - bin, offset = digit << shift, most = uint32_t(of.hi) - uint32_t(lo);
+    const uint32_t last = bin == 0 ? most : min(offset + (1u << shift) - 1, most);
+    return {digit == 0 ? of.lo : int32_t(uint32_t(lo) + offset), int32_t(uint32_t(lo) + last)};
+  }
+};
 
 }  // namespace etap::top_k

@@ -1,136 +1,68 @@
-// The k largest logits of a row, by a cluster of CTAs that holds the row in registers.
+// The k largest logits of a row, by one CTA or by a cluster's CTAs that share the row.
 //
-// 1. Each CTA counts its keys in 4096 bins (keys.cuh) in shared memory, and gives every CTA of the cluster the sums of 32 groups.
-// 2. Behind a barrier of the cluster each finds the group with the k-th key, reads that group's bins from all CTAs, and finds
-//    the bin. Where it holds more keys than the list takes, they are counted again in parts of the bin: at most three times,
-//    until the parts are single keys.
-// 3. The bin's keys, the candidates, go to a list in every CTA. Behind the second barrier each finds the k-th key in it, how
-//    many equal ones are taken, and how many of both the CTAs with lower positions have.
-// 4. Each warp counts what it takes, and writes it behind what lower positions take: positions ascend, and of equal keys the
+// 1. A warp has consecutive blocks of 128 logits, which it copies to shared memory. Meanwhile every CTA of the row looks at the
+//    same 256 logits, and takes two of them as bounds that the k-th is likely to be between.
+// 2. Each warp lists its logits from the lower bound on, in the order of their positions. What follows reads the lists, or, where
+//    a warp's list has no room for them, all of the warp's logits again.
+// 3. Each CTA counts keys in 128 bins, and sends the counts to all others; each finds the bin with the k-th key. Should it lie
+//    below the lower bound, all logits are counted again; where the bin has many keys, its parts are.
+// 4. The bin's keys, the candidates, go to a list in every CTA, which finds the k-th key among them.
+// 5. Each warp counts what it takes, and writes it behind what lower positions take: positions ascend, and of equal keys the
 //    lowest positions are taken, whatever the number of CTAs.
 //
-// A warp has consecutive blocks of 128 keys. What lies behind the row's end counts as the lowest key: it is behind all others, and
-// a row of more than k keys never takes it. There are no waits but barriers.
+// The bounds only decide how much is read again. A phase has few instructions: they come from memory in every launch, which takes
+// longer than what most of them do.
 #include <algorithm>
 
-#include "common/warp.cuh"
-#include "top_k/cluster.cuh"
+#include "common/pipeline.cuh"
 #include "top_k/keys.cuh"
 #include "top_k/top_k.h"
 
 namespace etap::top_k {
 namespace {
 
-constexpr int kWarps = 32;
+constexpr int kMostCtas = 8;  // the largest cluster that every Hopper GPU places
+constexpr int kWarps = 16;    // all of them run most instructions: with more these take longer, with fewer the loads do
 constexpr int kThreads = kWarps * kWarpSize;
-constexpr int kVectorKeys = 4;
-constexpr int kBlockKeys = kWarpSize * kVectorKeys;
-constexpr int kVectors = 4;  // of a lane, in registers
-constexpr int kGroupBins = kBins / kWarpSize;  // as many as a warp has lanes, four bins a lane
-constexpr int kBinBits = 12;
-constexpr int kListKeys = 2048;
-constexpr int kDigitBits = 10;
-constexpr int kDigits = 1 << kDigitBits;
-constexpr int kFew = 128;  // candidates that are compared with each other
+constexpr int kBlockKeys = 128;
+constexpr int kBlockSteps = kBlockKeys / kWarpSize;
+constexpr int kStages = 8;       // blocks of a warp on their way
+constexpr int kListed = kStages * kBlockKeys;
+constexpr int kCandidates = 512;
+constexpr int kAloneKeys = 8192;  // up to here a row has one CTA: an exchange takes longer than half of the work
+constexpr int kCtaKeys = 4096;    // of a longer row
+constexpr int kSamples = 256, kGroup = 4, kPivots = kSamples / kGroup;
+constexpr int kTeam = kThreads / kPivots;  // lanes that compare one key with many
 constexpr uint32_t kAllLanes = 0xffffffff;
-static_assert(kBins == 1 << kBinBits && kBins == kThreads * 4 && kGroupBins == kWarpSize * 4 && kDigits == kThreads);
+static_assert(kBins == kWarpSize * 4 && kThreads >= kSamples && kWarps >= kMostCtas && kAloneKeys == 2 * kCtaKeys);
 
-// Where the k-th key is: in `interval`, as the `wanted`-th from above of `inside`. The row's CTAs before this one have `lower_above`
-// keys above the interval and `lower_inside` in it.
+// The k-th key is in the interval, as the `wanted`-th from above of `inside`. The row's CTAs before this one have `lower_above` keys
+// above the interval and `lower_inside` in it.
 struct Search {
-  Interval interval;
-  int wanted;
-  int inside;
-  int lower_above;
-  int lower_inside;
-};
-
-// The k-th key, how many equal ones are taken and are there, and what the CTAs before have above it and equal.
-struct Threshold {
-  int32_t key;
-  int taken;
-  int equal;
-  int lower_above;
-  int lower_equal;
+  Interval keys;
+  int wanted, inside, lower_above, lower_inside;
 };
 
 struct Shared {
+  float stages[kWarps][kListed];  // by position, modulo their number
+  int2 lists[kWarps][kListed];    // logit and position
+  int32_t counts[2][kMostCtas][kBins];  // of two rounds: a CTA may be one ahead
   int32_t bins[kBins];
-  int32_t groups[kMostCtas][kWarpSize];
-  int32_t list[kListKeys];
-  int32_t digits[kDigits];
-  int32_t warp_sums[2][kWarps];
+  int32_t candidates[kCandidates];
+  int32_t pivots[kPivots];
+  int2 taken[kWarps];  // above the interval, inside
+  Barrier counts_there[2], candidates_there;
   int collected;
-  int bin;
-  Search search;
-  Threshold threshold;
-};
-
-// The row of a CTA, and the blocks of a warp.
-struct Row {
-  const float* logits;
-  int length;
-  bool aligned;
-  int first;  // block
-  int end;
-
-  CUTE_DEVICE int4 load(int block) const {
-    const int at = block * kBlockKeys + int(threadIdx.x) % kWarpSize * kVectorKeys;
-    float4 x;
-    ptx::load_if(aligned && at + kVectorKeys <= length, logits + at, x);
-    if (!aligned || (at < length && at + kVectorKeys > length)) {
-      x.x = at < length ? logits[at] : 0;
-      x.y = at + 1 < length ? logits[at + 1] : 0;
-      x.z = at + 2 < length ? logits[at + 2] : 0;
-      x.w = at + 3 < length ? logits[at + 3] : 0;
-    }
-    return {at < length ? key_of(x.x) : kLowest, at + 1 < length ? key_of(x.y) : kLowest,
-            at + 2 < length ? key_of(x.z) : kLowest, at + 3 < length ? key_of(x.w) : kLowest};
-  }
-};
-
-// A warp's keys, in registers where they are no more than these hold.
-struct Keys {
-  const Row& row;
-  int4 held[kVectors];
-
-  CUTE_DEVICE void load(int first) {
-    CUTE_UNROLL
-    for (int j = 0; j < kVectors; ++j) {
-      if (first + j < row.end) held[j] = row.load(first + j);
-    }
-  }
-  // visit(four keys, position of the first), by all lanes of a warp at a time, in the order of positions.
-  template <class Visit>
-  CUTE_DEVICE void each(Visit&& visit) {
-    const bool all_held = row.end - row.first <= kVectors;
-#pragma unroll 1
-    for (int first = row.first; first < row.end; first += kVectors) {
-      if (!all_held) load(first);
-      CUTE_UNROLL
-      for (int j = 0; j < kVectors; ++j) {
-        if (first + j < row.end) {
-          visit(held[j], (first + j) * kBlockKeys + int(threadIdx.x) % kWarpSize * kVectorKeys);
-        }
-      }
-    }
-  }
-  template <class Visit>
-  CUTE_DEVICE void each_key(Visit&& visit) {
-    each([&](const int4& keys, int) {
-      visit(keys.x);
-      visit(keys.y);
-      visit(keys.z);
-      visit(keys.w);
-    });
-  }
+  Interval window;  // the k-th key is likely in it
+  int32_t least;    // that is listed
+  Search bin, key;  // found by a round, and among candidates
 };
 
 CUTE_DEVICE int lane_id() { return threadIdx.x % kWarpSize; }
-CUTE_DEVICE int sum_of(const int4& x) { return x.x + x.y + x.z + x.w; }
+CUTE_DEVICE int warp_id() { return threadIdx.x / kWarpSize; }
+CUTE_DEVICE uint32_t ballot(bool x) { return __ballot_sync(kAllLanes, x); }
+CUTE_DEVICE int lower_lanes(uint32_t lanes) { return __popc(lanes & ((1u << lane_id()) - 1)); }
 CUTE_DEVICE int warp_sum(int x) { return int(__reduce_add_sync(kAllLanes, uint32_t(x))); }
-
-// The sum over the lanes up to this one.
 CUTE_DEVICE int warp_scan(int x) {
   CUTE_UNROLL
   for (int step = 1; step < kWarpSize; step *= 2) {
@@ -139,277 +71,244 @@ CUTE_DEVICE int warp_scan(int x) {
   }
   return x;
 }
-
-// The first lane with which the sum of x reaches `wanted`; `above` becomes the sum before it.
-CUTE_DEVICE int lane_reaching(int x, int wanted, int& above) {
-  const int scanned = warp_scan(x);
-  const int lane = __ffs(int(__ballot_sync(kAllLanes, scanned >= wanted))) - 1;
-  above = __shfl_sync(kAllLanes, scanned - x, lane);
-  return lane;
+CUTE_DEVICE uint32_t shared_address(const void* pointer) { return uint32_t(__cvta_generic_to_shared(pointer)); }
+CUTE_DEVICE void send(int32_t* to, int32_t value, Barrier& there, int rank) {
+  ptx::store_async(ptx::map_to_rank(shared_address(to), rank), value, ptx::map_to_rank(shared_address(&there), rank));
 }
 
-// One warp: the bin with the wanted key, from all CTAs' bins. Writes it, and what it says of the search.
-CUTE_DEVICE void find_bin(Shared& shared, const Search& search, int ctas, int rank) {
-  const int lane = lane_id();
-  int group_sum = 0, group_lower = 0;
-  for (int cta = 0; cta < ctas; ++cta) {
-    const int sum = shared.groups[cta][lane];
-    group_sum += sum;
-    group_lower += cta < rank ? sum : 0;
-  }
-  int above;
-  const int group = lane_reaching(group_sum, search.wanted, above);
-  const int lower = warp_sum(lane < group ? group_lower : 0);
+// A warp's part of a row, whole blocks but for the row's last one: its logits in the order of their positions, from its list or all.
+struct Part {
+  uint64_t logits;  // of the row
+  int first, end;   // positions
+  int count = 0;
+  bool all = false;
 
-  const int first_bin = group * kGroupBins + lane * 4;
-  int sums[4] = {}, lowers[4] = {};
-  CUTE_UNROLL
-  for (int cta = 0; cta < kMostCtas; ++cta) {
-    if (cta < ctas) {
-      const int4 x = load_at_rank(&shared.bins[first_bin], cta);
-      const int counts[4] = {x.x, x.y, x.z, x.w};
+  CUTE_DEVICE Part(const TopKParams& params, int row, int length, int ctas, int rank)
+      : logits(kept(uint64_t(__cvta_generic_to_global(params.logits + row * params.logits_stride)))) {
+    const int blocks = (length + kBlockKeys - 1) / kBlockKeys, share = (blocks + kWarps - 1) / kWarps;
+    const int each = int(__fdividef(share - 0.5f, ctas)) + 1;  // share / ctas, rounded up: exact, as share < 2^22
+    const int block = min((rank * kWarps + warp_id()) * each, blocks);
+    first = block * kBlockKeys;
+    end = min(min(block + each, blocks) * kBlockKeys, length);
+  }
+  CUTE_DEVICE float load(int position) const { return ptx::load_float(logits + int64_t(position) * sizeof(float)); }
+  // Each lane copies what it reads itself.
+  CUTE_DEVICE void copy(Shared& shared, int block) const {
+    if (block < end) {
+      const uint32_t at = block + lane_id(), to = shared_address(&shared.stages[warp_id()][at % kListed]);
+      const uint64_t from = logits + at * uint64_t(sizeof(float));
       CUTE_UNROLL
-      for (int i = 0; i < 4; ++i) {
-        sums[i] += counts[i];
-        lowers[i] += cta < rank ? counts[i] : 0;
+      for (int i = 0; i < kBlockKeys; i += kWarpSize) {
+        if (int(at) + i < end) ptx::copy_async_4(to + i * sizeof(float), from + i * sizeof(float));
       }
     }
+    ptx::commit_copies();
   }
-  int lane_above;
-  const int sum = sums[0] + sums[1] + sums[2] + sums[3];
-  const int holder = lane_reaching(sum, search.wanted - above, lane_above);
-  int lower_above = lower + warp_sum(lane < holder ? lowers[0] + lowers[1] + lowers[2] + lowers[3] : 0);
-  if (lane != holder) return;
-  above += lane_above;
-  bool found = false;
-  CUTE_UNROLL
-  for (int i = 0; i < 4; ++i) {
-    if (found) continue;
-    found = above + sums[i] >= search.wanted;
-    if (found) {
-      shared.bin = first_bin + i;
-      shared.search = {search.interval, search.wanted - above, sums[i], search.lower_above + lower_above, lowers[i]};
-    } else {
-      above += sums[i];
-      lower_above += lowers[i];
+  CUTE_DEVICE void use_all() {
+    all = true;
+    count = end - first;
+  }
+  // Lists what is not below a bound, if there is room.
+  CUTE_DEVICE void list(Shared& shared, float bound) {
+    int block = first;
+#pragma unroll 1
+    for (; block < end && count <= kListed - kBlockKeys; block += kBlockKeys) {
+      ptx::wait_copies<kStages - 1>();
+      const uint32_t at = block + lane_id();
+      float stage[kBlockSteps] = {};
+      CUTE_UNROLL
+      for (int i = 0; i < kBlockSteps; ++i) {
+        if (int(at) + i * kWarpSize < end) stage[i] = shared.stages[warp_id()][at % kListed + i * kWarpSize];
+      }
+      CUTE_UNROLL
+      for (int i = 0; i < kBlockSteps; ++i) {
+        const int position = int(at) + i * kWarpSize;
+        const bool listed = position < end && !(stage[i] < bound);
+        const uint32_t lanes = ballot(listed);
+        if (listed) shared.lists[warp_id()][count + lower_lanes(lanes)] = {__float_as_int(stage[i]), position};
+        count += __popc(lanes);
+      }
+      copy(shared, block + kListed);
+    }
+    ptx::wait_copies<0>();
+    __syncwarp();
+    if (block < end) use_all();
+  }
+  // visit(key, position), by all lanes of a warp at a time.
+  template <class Visit>
+  CUTE_DEVICE void each(const Shared& shared, Visit&& visit) const {
+#pragma unroll 1
+    for (int begin = 0; begin < count; begin += kWarpSize) {
+      const int i = begin + lane_id(), there = min(i, count - 1);
+      const int2 one = all ? int2{__float_as_int(load(first + there)), first + there} : shared.lists[warp_id()][there];
+      visit(i < count ? key_of(__int_as_float(one.x)) : kNoKey, one.y);
     }
   }
-}
+};
 
-// Each warp sums a group of bins, and tells every CTA; then the wanted key's bin is found.
-CUTE_DEVICE void search_bins(Shared& shared, const Search& search, int ctas, int rank) {
-  const int warp = threadIdx.x / kWarpSize;
-  const int sum = warp_sum(sum_of(reinterpret_cast<const int4*>(shared.bins)[threadIdx.x]));
-  if (lane_id() < ctas) store_at_rank(&shared.groups[rank][warp], lane_id(), sum);
-  ptx::cluster_arrive();
-  ptx::cluster_wait();
-  if (warp == 0) find_bin(shared, search, ctas, rank);
-  __syncthreads();
-}
-
-// The interval of the bin that the k-th key is in, or of a part of it that the list takes.
-CUTE_DEVICE Search search_row(Shared& shared, Keys& keys, int k, int ctas, int rank) {
-  keys.each_key([&](int32_t key) { atomicAdd(&shared.bins[bin_of(key)], 1); });
-  __syncthreads();
-  ptx::cluster_wait();  // all CTAs have begun
-  search_bins(shared, {{}, k, 0, 0, 0}, ctas, rank);
-  Search search = shared.search;
-  search.interval = interval_of(shared.bin);
-#pragma unroll 1
-  while (search.inside > kListKeys && search.interval.last > 0) {
-    const Interval within = search.interval;
-    const int shift = max(within.bits() - kBinBits, 0);
-    ptx::cluster_arrive();  // the others have read this CTA's bins
-    ptx::cluster_wait();
-    reinterpret_cast<int4*>(shared.bins)[threadIdx.x] = {};
-    __syncthreads();
-    keys.each_key([&](int32_t key) {
-      const uint32_t digit = (uint32_t(key) - uint32_t(within.lo)) >> shift;
-      if (within.holds(key)) atomicAdd(&shared.bins[kBins - 1 - digit], 1);
-    });
-    __syncthreads();
-    search_bins(shared, search, ctas, rank);
-    search = shared.search;
-    search.interval = within.part(kBins - 1 - shared.bin, shift);
+// How many of a list are above a key, and 2^16 times how many are equal to it; a team's lanes take turns.
+template <bool kEqual, int kUnroll>
+CUTE_DEVICE int compare(const int32_t* list, int count, int32_t key) {
+  int sum = 0;
+#pragma unroll kUnroll
+  for (int i = threadIdx.x % kTeam; i < count; i += kTeam) {
+    if (list[i] > key) ++sum;
+    if (kEqual && list[i] == key) sum += 1 << 16;
   }
+  CUTE_UNROLL
+  for (int step = 1; step < kTeam; step *= 2) sum += __shfl_xor_sync(kAllLanes, sum, step);
+  return sum;
+}
+
+// The bounds of the k-th key, by what ranks it may have among the highest of each four samples: a part q of all keys is taken, of
+// which four have one with probability p. About four standard deviations on both sides.
+CUTE_DEVICE void find_window(Shared& shared, float sample, int k, int length) {
+  if (threadIdx.x < kSamples) {
+    int32_t key = key_of(sample);
+    for (int step = 1; step < kGroup; step *= 2) key = max(key, __shfl_xor_sync(kAllLanes, key, step));
+    const int pivot = threadIdx.x / kGroup;
+    if (threadIdx.x % kGroup == 0) shared.pivots[pivot] = (key & -kPivots) | pivot;  // no two are equal
+  }
+  const float rest = 1 - __fdividef(k, length), p = 1 - rest * rest * rest * rest;
+  const float mean = kPivots * p, margin = 5 + 46 * p * (1 - p);
+  const int low = int(mean + margin) + 1, high = min(max(int(mean - margin), 0), kPivots - 2);
+  __syncthreads();
+  const int32_t mine = shared.pivots[threadIdx.x / kTeam];
+  const int rank = compare<false, kPivots / kTeam>(shared.pivots, kPivots, mine);
+  if (rank == high) shared.window.hi = mine | (kPivots - 1);
+  if (rank == min(low, kPivots - 1)) {
+    shared.window.lo = max(mine & -kPivots, kLowest);
+    shared.least = low < kPivots ? shared.window.lo : kLowest;
+  }
+  __syncthreads();
+}
+
+// One warp: the bin with the wanted key, from all CTAs' counts; none inside where they are too few. A lane has four bins.
+CUTE_DEVICE Search find_bin(Search search, const Bins& bins, const int32_t* counts, int ctas, int rank) {
+  const int4* const fours = reinterpret_cast<const int4*>(counts);
+  int4 sum{};
+  int lower = 0;
+#pragma unroll 2
+  for (int cta = 0; cta < ctas; ++cta) {
+    const int4 x = fours[cta * kWarpSize + lane_id()];
+    sum = {sum.x + x.x, sum.y + x.y, sum.z + x.z, sum.w + x.w};
+    if (cta < rank) lower += x.x + x.y + x.z + x.w;
+  }
+  const int two = sum.x + sum.y, three = two + sum.z, four = three + sum.w, scanned = warp_scan(four);
+  const int wanted = search.wanted - (scanned - four), mine = (wanted > sum.x) + (wanted > two) + (wanted > three);
+  const int holder = __ffs(int(ballot(scanned >= search.wanted))) - 1, which = __shfl_sync(kAllLanes, mine, holder);
+  const int4 x = lane_id() < ctas && holder >= 0 ? fours[lane_id() * kWarpSize + holder] : int4{};  // of another CTA a lane
+  const int above = (which > 0 ? x.x : 0) + (which > 1 ? x.y : 0) + (which > 2 ? x.z : 0);
+  const int inside = which == 0 ? x.x : which == 1 ? x.y : which == 2 ? x.z : x.w;
+  search.keys = bins.part(holder * 4 + which, search.keys);
+  search.wanted = __shfl_sync(kAllLanes, wanted, holder) - warp_sum(above);
+  search.inside = warp_sum(inside);
+  search.lower_above += warp_sum((lane_id() < holder ? lower : 0) + (lane_id() < rank ? above : 0));
+  search.lower_inside = warp_sum(lane_id() < rank ? inside : 0);
   return search;
 }
 
-// Every key of the interval into the lists of all CTAs, those of the CTAs before first.
-CUTE_DEVICE void collect(Shared& shared, Keys& keys, const Search& search, int ctas) {
-  keys.each_key([&](int32_t key) {
-    if (!search.interval.holds(key)) return;
-    const int32_t* to = &shared.list[search.lower_inside + atomicAdd(&shared.collected, 1)];
-    for (int cta = 0; cta < ctas; ++cta) store_at_rank(to, cta, key);
-  });
-}
-
-// The wanted key among few: each is compared with all, by eight lanes.
-CUTE_DEVICE void find_among_few(Shared& shared, const Search& search) {
-  constexpr int kLanes = kThreads / kFew;
-  const int i = threadIdx.x / kLanes;
-  if (threadIdx.x / kWarpSize * (kWarpSize / kLanes) >= search.inside) return;
-  const int32_t key = shared.list[min(i, search.inside - 1)];
-  int above = 0, equal = 0;
-#pragma unroll 4
-  for (int other = threadIdx.x % kLanes; other < search.inside; other += kLanes) {
-    above += shared.list[other] > key;
-    equal += shared.list[other] == key;
-  }
-  CUTE_UNROLL
-  for (int step = 1; step < kLanes; step *= 2) {
-    above += __shfl_xor_sync(kAllLanes, above, step);
-    equal += __shfl_xor_sync(kAllLanes, equal, step);
-  }
-  if (above < search.wanted && search.wanted <= above + equal) shared.threshold = {key, search.wanted - above, equal, 0, 0};
-}
-
-// The wanted key in the list, digit by digit.
-CUTE_DEVICE void find_in_list(Shared& shared, const Search& search) {
-  const int warp = threadIdx.x / kWarpSize;
-  Interval within = search.interval;
-  int wanted = search.wanted, equal = search.inside;
+// A bin with the k-th key, of which all keys are taken, or which has one key only, or few enough for the list.
+CUTE_DEVICE Search search_row(Shared& shared, Part& part, int k, int ctas, int rank) {
+  Search search{{shared.least, INT32_MAX}, k, 0, 0, 0};
+  Bins bins = Bins::from(shared.window);
+  ptx::cluster_wait();  // all CTAs have begun
 #pragma unroll 1
-  while (within.last > 0) {
-    const int shift = max(within.bits() - kDigitBits, 0);
-    shared.digits[threadIdx.x] = 0;
+  for (int round = 0;; ++round) {
+    part.each(shared, [&](int32_t key, int) {
+      if (search.keys.holds(key)) atomicAdd(&shared.bins[bins.bin_of(key)], 1);
+    });
     __syncthreads();
-    for (int i = threadIdx.x; i < search.inside; i += kThreads) {
-      const int32_t key = shared.list[i];
-      if (within.holds(key)) {
-        atomicAdd(&shared.digits[kDigits - 1 - ((uint32_t(key) - uint32_t(within.lo)) >> shift)], 1);
-      }
+    Barrier& there = shared.counts_there[round % 2];
+    if (ctas > 1 && threadIdx.x == 0) there.arrive_and_expect_tx(ctas * sizeof(shared.bins));
+    if (ctas > 1 && warp_id() < ctas) {
+      CUTE_UNROLL
+      for (int i = lane_id(); i < kBins; i += kWarpSize) send(&shared.counts[round % 2][rank][i], shared.bins[i], there, warp_id());
+    }
+    if (warp_id() == kWarps - 1) {
+      if (ctas > 1) spin<true>(there, round / 2 % 2);
+      const Search found = find_bin(search, bins, ctas > 1 ? shared.counts[round % 2][0] : shared.bins, ctas, rank);
+      if (lane_id() == 0) shared.bin = found;
     }
     __syncthreads();
-    const int count = shared.digits[threadIdx.x], sum = warp_sum(count);
-    if (lane_id() == 0) shared.warp_sums[0][warp] = sum;
+    if (shared.bin.inside == 0) {
+      search.keys.lo = kLowest;
+      part.use_all();
+    } else {
+      search = shared.bin;
+      if (search.inside <= max(search.wanted, kCandidates) || search.keys.lo == search.keys.hi) return search;
+      bins = Bins::from(search.keys);
+    }
+    if (threadIdx.x < kBins) shared.bins[threadIdx.x] = 0;
     __syncthreads();
-    int above, lane_above;
-    const int holder = lane_reaching(shared.warp_sums[0][lane_id()], wanted, above);
-    const int lane = lane_reaching(shared.digits[holder * kWarpSize + lane_id()], wanted - above, lane_above);
-    equal = shared.digits[holder * kWarpSize + lane];
-    wanted -= above + lane_above;
-    within = within.part(kDigits - 1 - (holder * kWarpSize + lane), shift);
-    __syncthreads();
-  }
-  if (threadIdx.x == 0) shared.threshold = {within.lo, wanted, equal, 0, 0};
-}
-
-// What the CTAs before have in the list above the threshold and equal to it, added up in shared memory.
-CUTE_DEVICE void count_lower(Shared& shared, const Search& search, int32_t key) {
-  int above = 0, equal = 0;
-  for (int i = threadIdx.x; i < search.lower_inside; i += kThreads) {
-    above += shared.list[i] > key;
-    equal += shared.list[i] == key;
-  }
-  if (threadIdx.x / kWarpSize * kWarpSize >= search.lower_inside) return;
-  above = warp_sum(above);
-  equal = warp_sum(equal);
-  if (lane_id() == 0) {
-    atomicAdd(&shared.threshold.lower_above, above);
-    atomicAdd(&shared.threshold.lower_equal, equal);
   }
 }
 
-// Where results go.
-struct Target {
-  int32_t* out;
-  const int32_t* table;  // null: positions
-  int page_size;
-  int table_width;
-
-  CUTE_DEVICE void write(int index, int position) const {
-    int entry = position;
-    if (table != nullptr) {
-      const int page = position / page_size;
-      entry = page < table_width ? table[page] * page_size + position % page_size : -1;
-    }
-    out[index] = entry;
-  }
-};
-
-// A lane's share of four neighbouring keys: which are set, and how many of lower positions in the warp.
-struct Flags {
-  bool set[4];
-  int lower;
-  int all;
-
-  CUTE_DEVICE static Flags of(bool a, bool b, bool c, bool d) {
-    const int count = int(a) + int(b) + int(c) + int(d);
-    Flags flags{{a, b, c, d}, 0, 0};
-    const uint32_t lower_lanes = (1u << lane_id()) - 1;
-    CUTE_UNROLL
-    for (int bit = 0; bit < 3; ++bit) {
-      const uint32_t lanes = __ballot_sync(kAllLanes, (count >> bit & 1) != 0);
-      flags.lower += __popc(lanes & lower_lanes) << bit;
-      flags.all += __popc(lanes) << bit;
-    }
-    return flags;
-  }
-};
-
-// Keys of at least `least` are taken, and of those equal to `key` the `taken` lowest positions.
-struct Selection {
-  int32_t least;
-  int32_t key;
-  int taken;  // 0: `least` says all
-};
-
-CUTE_DEVICE void write_row(Shared& shared, Keys& keys, const Selection& selection, int lower_above, int lower_equal,
-                           const Target& target) {
-  const int warp = threadIdx.x / kWarpSize;
-  int above = 0, equal = 0;
-  keys.each_key([&](int32_t key) {
-    above += key >= selection.least;
-    equal += selection.taken > 0 && key == selection.key;
+// The k-th key itself, from the candidates of all CTAs, those of the CTAs before first.
+CUTE_DEVICE Search search_candidates(Shared& shared, const Part& part, const Search& search, int ctas) {
+  part.each(shared, [&](int32_t key, int) {
+    if (!search.keys.holds(key)) return;
+    int32_t* const to = &shared.candidates[search.lower_inside + atomicAdd(&shared.collected, 1)];
+    if (ctas == 1) *to = key;
+#pragma unroll 1
+    for (int cta = 0; cta < ctas && ctas > 1; ++cta) send(to, key, shared.candidates_there, cta);
   });
-  above = warp_sum(above);
-  equal = warp_sum(equal);
-  if (lane_id() == 0) {
-    shared.warp_sums[0][warp] = above;
-    shared.warp_sums[1][warp] = equal;
+  if (ctas == 1) {
+    __syncthreads();
+  } else {
+    if (threadIdx.x == 0) shared.candidates_there.arrive_and_expect_tx(search.inside * sizeof(int32_t));
+    spin<true>(shared.candidates_there, 0);
+  }
+#pragma unroll 1
+  for (int first = warp_id() * (kWarpSize / kTeam); first < search.inside; first += kThreads / kTeam) {
+    const int32_t key = shared.candidates[min(first + lane_id() / kTeam, search.inside - 1)];
+    const int sum = compare<true, 1>(shared.candidates, search.inside, key), above = sum & 0xffff, equal = sum >> 16;
+    if (above < search.wanted && search.wanted <= above + equal) {
+      shared.key = {{key, key}, search.wanted - above, equal, search.lower_above, 0};
+    }
   }
   __syncthreads();
-  const bool nothing = above + equal == 0;
-  if (nothing) return;
-  above = lower_above + warp_sum(lane_id() < warp ? shared.warp_sums[0][lane_id()] : 0);
-  equal = lower_equal + warp_sum(lane_id() < warp ? shared.warp_sums[1][lane_id()] : 0);
-  keys.each([&](const int4& four, int position) {
-    const int32_t of[4] = {four.x, four.y, four.z, four.w};
-    const Flags higher = Flags::of(of[0] >= selection.least, of[1] >= selection.least, of[2] >= selection.least,
-                                   of[3] >= selection.least);
-    if (selection.taken == 0) {
-      int index = above + higher.lower;
-      CUTE_UNROLL
-      for (int i = 0; i < 4; ++i) {
-        if (higher.set[i]) target.write(index++, position + i);
-      }
-      above += higher.all;
-      return;
-    }
-    const Flags same = Flags::of(of[0] == selection.key, of[1] == selection.key, of[2] == selection.key, of[3] == selection.key);
-    int index_above = above + higher.lower, index_equal = equal + same.lower;
-    CUTE_UNROLL
-    for (int i = 0; i < 4; ++i) {
-      const bool takes = higher.set[i] || (same.set[i] && index_equal < selection.taken);
-      if (takes) target.write(index_above + min(index_equal, selection.taken), position + i);
-      index_above += higher.set[i];
-      index_equal += same.set[i];
-    }
-    above += higher.all;
-    equal += same.all;
-  });
+  return shared.key;
 }
 
-// A row of at most k keys: all of them, and -1 behind.
-CUTE_DEVICE void write_whole_row(const Target& target, int length, int k, int ctas, int rank) {
-  for (int i = rank * kThreads + int(threadIdx.x); i < k; i += ctas * kThreads) {
-    if (i < length) {
-      target.write(i, i);
-    } else {
-      target.out[i] = -1;
-    }
+// A position, or its cache row; -1 for none, and past the block table.
+CUTE_DEVICE void write(const TopKParams& params, int row, int index, int position) {
+  if (params.block_table != nullptr && position >= 0) {
+    const int32_t* const table = params.block_table + row / params.rows_per_table * params.table_stride;
+    const uint32_t page = uint32_t(position) / uint32_t(params.page_size);
+    position = page < params.table_width ? table[page] * params.page_size + int(position - page * params.page_size) : -1;
   }
+  params.out[row * params.out_stride + index] = position;
+}
+
+// All above the interval, and of what is in it the `wanted` lowest positions. `listed` candidates are of the CTAs before.
+CUTE_DEVICE void write_row(Shared& shared, const Part& part, const Search& search, int listed, const TopKParams& params, int row) {
+  int above = 0, inside = 0;
+  const auto count = [&](int32_t key, int) {
+    above += key > search.keys.hi;
+    inside += search.keys.holds(key);
+  };
+  part.each(shared, count);
+  above = warp_sum(above);
+  inside = warp_sum(inside);
+  if (lane_id() == 0) shared.taken[warp_id()] = {above, inside};
+  __syncthreads();
+  const int2 before = lane_id() < warp_id() ? shared.taken[lane_id()] : int2{};
+  above = before.x;
+  inside = before.y;
+#pragma unroll 1
+  for (int i = lane_id(); i < listed; i += kWarpSize) count(shared.candidates[i], 0);
+  inside = search.lower_inside + warp_sum(inside);
+  int index = search.lower_above + warp_sum(above) + min(inside, search.wanted);
+  part.each(shared, [&](int32_t key, int position) {
+    const bool holds = search.keys.holds(key);
+    const uint32_t holding = ballot(holds);
+    const bool takes = key > search.keys.hi || (holds && inside + lower_lanes(holding) < search.wanted);
+    const uint32_t taking = ballot(takes);
+    if (takes) write(params, row, index + lower_lanes(taking), position);
+    inside += __popc(holding);
+    index += __popc(taking);
+  });
 }
 
 CUTE_DEVICE int length_of(const TopKParams& params, int row) {
@@ -419,55 +318,43 @@ CUTE_DEVICE int length_of(const TopKParams& params, int row) {
 }
 
 __global__ void __launch_bounds__(kThreads, 1) top_k_kernel(const __grid_constant__ TopKParams params) {
-  __shared__ __align__(16) Shared shared;
-  const int ctas = int(ptx::cluster_size()), rank = int(ptx::cluster_rank());
-  const int index = int(blockIdx.x) / ctas, warp = threadIdx.x / kWarpSize;
-  reinterpret_cast<int4*>(shared.bins)[threadIdx.x] = {};
-  if (threadIdx.x == 0) shared.collected = 0;
-  ptx::cluster_arrive();
+  extern __shared__ __align__(16) char shared_bytes[];
+  Shared& shared = *reinterpret_cast<Shared*>(shared_bytes);
+  const int cluster = int(ptx::cluster_size()), rank = int(ptx::cluster_rank());
+  const int index = int(blockIdx.x) >> (__ffs(cluster) - 1), k = params.k;  // a cluster's size is a power of two
+  if (threadIdx.x < kBins) shared.bins[threadIdx.x] = 0;
+  if (threadIdx.x == 0) {
+    shared.collected = 0;
+    for (Barrier* barrier : {&shared.counts_there[0], &shared.counts_there[1], &shared.candidates_there}) barrier->init(1);
+    cutlass::arch::fence_barrier_init();
+  }
+  ptx::cluster_arrive_relaxed();
   cudaTriggerProgrammaticLaunchCompletion();
   if (!params.early_lengths) cudaGridDependencySynchronize();
   const int length = length_of(params, index);
   cudaGridDependencySynchronize();
-  const Target target{params.out + index * params.out_stride,
-                      params.block_table == nullptr
-                          ? nullptr
-                          : params.block_table + index / params.rows_per_table * params.table_stride,
-                      params.page_size, params.table_width};
-  if (length <= params.k) {
+  const int ctas = length <= kAloneKeys ? 1 : min((length + kCtaKeys - 1) / kCtaKeys, cluster);
+  if (length <= k || rank >= ctas) {
     ptx::cluster_wait();
-    return write_whole_row(target, length, params.k, ctas, rank);
+#pragma unroll 1
+    for (int i = rank * kThreads + threadIdx.x; length <= k && i < k; i += cluster * kThreads) write(params, index, i, i < length ? i : -1);
+    return;
   }
 
-  const int64_t blocks = (length + kBlockKeys - 1) / kBlockKeys;
-  const int place = rank * kWarps + warp, places = ctas * kWarps;
-  const Row row{params.logits + index * params.logits_stride, length, params.aligned, int(place * blocks / places),
-                int((place + 1) * blocks / places)};
-  Keys keys{row};
-  if (row.end - row.first <= kVectors) keys.load(row.first);
-  __syncthreads();  // the bins are empty
-  const Search search = search_row(shared, keys, params.k, ctas, rank);
-  const bool listed = search.interval.last > 0;
-  if (listed) collect(shared, keys, search, ctas);
-  ptx::cluster_arrive();  // no CTA ends while another reads its bins, and the lists are whole
-  ptx::cluster_wait();
-  if (listed) {
-    if (search.inside <= kFew) {
-      find_among_few(shared, search);
-    } else {
-      find_in_list(shared, search);
-    }
-    __syncthreads();
-    count_lower(shared, search, shared.threshold.key);
-  } else if (threadIdx.x == 0) {
-    shared.threshold = {search.interval.lo, search.wanted, search.inside, 0, search.lower_inside};
+  Part part(params, index, length, ctas, rank);
+  float sample = 0;  // one in each of as many parts of the row, at no fixed distance
+  if (threadIdx.x < kSamples) sample = part.load(__umulhi(threadIdx.x << 24 | (threadIdx.x * 0x9e3779 & 0xffffff), length));
+#pragma unroll 1
+  for (int block = 0; block < kListed; block += kBlockKeys) part.copy(shared, part.first + block);
+  find_window(shared, sample, k, length);
+  part.list(shared, __int_as_float(ordered(shared.least)));  // NaN for the lowest keys, which nothing is below
+  Search search = search_row(shared, part, k, ctas, rank);
+  int listed = 0;
+  if (search.inside > search.wanted && search.keys.lo < search.keys.hi) {
+    listed = search.lower_inside;
+    search = search_candidates(shared, part, search, ctas);
   }
-  __syncthreads();
-  const Threshold threshold = shared.threshold;
-  const bool every_equal = threshold.taken == threshold.equal;
-  const int lower_above = search.lower_above + threshold.lower_above;
-  const Selection selection{threshold.key + !every_equal, threshold.key, every_equal ? 0 : threshold.taken};
-  write_row(shared, keys, selection, lower_above + (every_equal ? threshold.lower_equal : 0), threshold.lower_equal, target);
+  write_row(shared, part, search, listed, params, index);
 }
 
 KernelHandles handles;
@@ -477,12 +364,13 @@ KernelHandles handles;
 
 namespace etap {
 
-// As many CTAs a row as find an SM each, and no more than have a block for each of their warps.
+// As many CTAs a row as find an SM each, and no more than a row as wide as the logits has work for.
 KernelLaunch prepare_top_k(const TopKParams& params, int num_sms) {
   using namespace top_k;
   int ctas = 1;
-  while (ctas < kMostCtas && params.rows * ctas * 2 <= num_sms && ctas * kWarps * kBlockKeys < params.width) ctas *= 2;
-  return {reinterpret_cast<const void*>(top_k_kernel), "top_k_kernel", &handles, dim3(params.rows * ctas), kThreads, 0, ctas};
+  while (ctas < kMostCtas && params.rows * ctas * 2 <= num_sms && params.width > std::max(kAloneKeys, ctas * kCtaKeys)) ctas *= 2;
+  const void* const function = reinterpret_cast<const void*>(top_k_kernel);
+  return {function, "top_k_kernel", &handles, dim3(params.rows * ctas), kThreads, sizeof(Shared), ctas};
 }
 
 }  // namespace etap

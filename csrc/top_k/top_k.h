@@ -22,7 +22,6 @@ struct TopKParams {
   int32_t rows_per_table;    // query tokens of a request, which has one row of the block table
   int32_t page_size;
   int32_t table_width;
-  bool aligned;              // every row begins at a multiple of 16 bytes
   bool early_lengths;        // lengths were written before the preceding kernel began
 };
 

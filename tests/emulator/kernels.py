@@ -333,19 +333,22 @@ def run_schedule(
     split_offsets.copy_(copies["split_offsets"])
 
 
-def run_top_k(logits, lengths, block_table, out, page_size: int, num_sms: int, early_lengths=False, **how) -> set[int]:
+def run_top_k(
+    logits, lengths, block_table, out, page_size: int, num_sms: int, early_lengths=False, edit=None, **how
+) -> set[int]:
     """The top-k kernel, as the library launches it; fills `out` and returns the segments that ran."""
     memory = Memory()
     tensors = dict(logits=logits, lengths=lengths, block_table=block_table, out=out)
     copies = placed(memory, tensors)
-    blocks, cluster, threads, params = library().top_k_launch(*copies.values(), page_size, num_sms, early_lengths)
+    arguments = (*copies.values(), page_size, num_sms, early_lengths)
+    blocks, cluster, threads, shared_bytes, params = library().top_k_launch(*arguments)
     memory.late = every_byte(copies, besides=("lengths",) if early_lengths else ())
-    kernel = top_k_kernel()
-    ran = kernel.launch((blocks, 1), threads, 0, [bytes(params)], memory, cluster=cluster, **how)
+    kernel = top_k_kernel(edit)
+    ran = kernel.launch((blocks, 1), threads, shared_bytes, [bytes(params)], memory, cluster=cluster, **how)
     out.copy_(copies["out"])
     return ran
 
 
-def top_k_kernel() -> Kernel:
+def top_k_kernel(edit: Edit | None = None) -> Kernel:
     (name,) = module("top_k").names.values()
-    return kernel_of("top_k", name, None)
+    return kernel_of("top_k", name, edit)

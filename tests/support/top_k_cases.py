@@ -76,11 +76,25 @@ def falling(n: int, draw: torch.Generator) -> Tensor:
     return -torch.arange(n).float() * 1e30
 
 
+def sampled(n: int) -> Tensor:
+    """Positions of the logits that the kernel takes its bounds from, as it works them out."""
+    part = torch.arange(256)
+    return ((part << 24 | part * 0x9E3779 & 0xFFFFFF) * n) >> 32
+
+
+def sampled_high(n: int, draw: torch.Generator) -> Tensor:
+    return normal(n, draw).index_fill(0, sampled(n), 10)
+
+
+def sampled_low(n: int, draw: torch.Generator) -> Tensor:
+    return normal(n, draw).index_fill(0, sampled(n), -10)
+
+
 LAWS: dict[str, Law] = {
     law.__name__: law
     for law in (
         *(normal, signs_of_zero, plateau, few_values, neighbours, neighbouring_ties, negative, subnormal),
-        *(every_number, infinities, mostly_nan, rising, falling),
+        *(every_number, infinities, mostly_nan, rising, falling, sampled_high, sampled_low),
     )
 }
 

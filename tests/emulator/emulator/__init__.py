@@ -1,9 +1,9 @@
 """Runs compiled kernels (PTX for sm_90a) on numpy: what they do is tested where there is no GPU.
 
 It executes what nvcc made of them, instruction by instruction, for every thread. What hardware does behind a program's
-back (TMA copies, cp.async, WGMMA) happens at times that a seed draws: at once, as late as the program's waits allow, or
-in between; so do the warps of a CTA take turns. A mistake of the kernel raises `EmulationError` and names instruction,
-source line, warp and lanes:
+back (TMA copies, cp.async, st.async, WGMMA) happens at times that a seed draws: at once, as late as the program's waits
+allow, or in between; so do the warps of a CTA take turns. A mistake of the kernel raises `EmulationError` and names
+instruction, source line, warp and lanes:
 
 - an access out of bounds of its tensor, or misaligned;
 - shared memory read that nobody has written, or read or written while a copy still fills it;

@@ -290,14 +290,17 @@ def _mov(t: Translator, item: Instruction, mask: str) -> str:
 
 
 COMPARISONS = {"num": "==", "neu": "!=", "eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
+COMPARISONS |= {"nan": "==", "geu": "<"}  # turned round: they hold for NaN
 
 
 def _setp(t: Translator, item: Instruction, mask: str) -> str:
     _, compare, kind = item.parts
     a, b = (t.read(operand, kind) for operand in item.operands[1:])
     value = f"{a} {COMPARISONS[compare]} {b}"
-    if compare == "num":  # both are numbers
+    if compare in ("num", "nan"):  # whether both are numbers
         value = f"({a} == {a}) & ({b} == {b})"
+    if compare in ("geu", "nan"):
+        value = f"~({value})"
     if compare == "ne" and kind[0] == "f":  # numpy's holds for NaN, PTX's does not
         value = f"({value}) & ({a} == {a}) & ({b} == {b})"
     return t.write(item.operands[0], "pred", value, mask)
@@ -327,6 +330,7 @@ CONVERSIONS = {
     "cvt.rn.f64.s64": "{0}.astype(float64)",
     "cvt.rpi.f64.f64": "np.ceil({0})",
     "cvt.rzi.s64.f64": "np.trunc({0}).astype(int64)",
+    "cvt.rzi.s32.f32": "np.trunc({0}).astype(int32)",
 }
 
 
@@ -358,6 +362,9 @@ def _ld(t: Translator, item: Instruction, mask: str) -> str:
 
 
 def _st(t: Translator, item: Instruction, mask: str) -> str:
+    if item.opcode == "st.async.shared::cluster.mbarrier::complete_tx::bytes.u32":
+        target, barrier = (t.address_text(operand, "u32") for operand in item.operands[::2])
+        return f"w.send({target}, {mask}, {t.read(item.operands[1], 'u32')}, {barrier})"
     space, _, kind = _memory_shape(item)
     if space == "param":
         raise UnknownInstruction(str(item))

@@ -15,7 +15,7 @@ from functools import partial
 import numpy as np
 
 from .instructions import CLUSTER_SHIFT, Translator
-from .lanes import FULL, Group, bits_of, lanes_of
+from .lanes import FULL, Group, bits_of, lanes_of, uniform
 from .memory import Memory, TensorMap
 from .operations import OPERATIONS, ret
 from .ptx import (
@@ -335,6 +335,17 @@ class Warp:
             local = address[there] & np.uint32((1 << CLUSTER_SHIFT) - 1)
             shared.store(local, size, [value[there] for value in values], self.index, self.write())
 
+    def send(self, address, mask, words, barrier):
+        """st.async: to shared memory of a cluster's CTA, whose mbarrier counts the bytes when they are there."""
+        taking = np.ones(LANES, bool) if mask is None else mask
+        if ((address ^ barrier)[taking] >> CLUSTER_SHIFT).any():
+            raise EmulationError("st.async to one CTA with the mbarrier of another")
+        local = np.uint32((1 << CLUSTER_SHIFT) - 1)
+        for window in np.unique(address[taking] >> CLUSTER_SHIFT):
+            there = taking & (address >> CLUSTER_SHIFT == window)
+            counter = uniform(barrier & local, bits_of(there), "the mbarrier of st.async")
+            self.cta.cluster.cta_of(self.cta, int(window)).receive(address[there] & local, words[there], counter)
+
     def add_shared(self, address, mask, values):
         """Atomic additions of words, lane by lane; returns what each found."""
         found = np.zeros(LANES, np.uint32)
@@ -364,8 +375,10 @@ class Cluster:
     def run(self) -> None:
         turns = {cta: cta.turns() for cta in self.ctas}
         draw = self.ctas[0].rng
+        late = draw.choice(self.ctas) if len(turns) > 1 and draw.random() < 0.5 else None  # falls far behind
         while turns:
-            cta = draw.choice(list(turns)) if len(turns) > 1 else next(iter(turns))
+            others = [cta for cta in turns if cta is not late or len(turns) == 1 or draw.random() < 0.01]
+            cta = draw.choice(others) if len(others) > 1 else others[0]
             if next(turns[cta], "ended") == "ended":
                 del turns[cta]
 
@@ -391,13 +404,16 @@ class Cluster:
         return any(other.running() and other not in self.stuck for other in self.ctas)
 
     def shared_of(self, cta: Cta, window: int) -> SharedMemory:
-        """Of the CTA itself (0) or of the one with a rank (from 1 on)."""
+        return self.cta_of(cta, window).shared
+
+    def cta_of(self, cta: Cta, window: int) -> Cta:
+        """The CTA itself (0) or the one with a rank (from 1 on)."""
         if window > len(self.ctas):
             raise EmulationError(f"shared memory of CTA {window - 1} in a cluster of {len(self.ctas)}")
         other = self.ctas[window - 1] if window else cta
         if not other.running():
             raise EmulationError("shared memory of a CTA that has ended")
-        return other.shared
+        return other
 
 
 class Cta:
@@ -523,6 +539,21 @@ class Cta:
             self.shared.end_copy(index, data.reshape(-1, 16), None)
             self.arrive(barrier, arrivals=0, transaction_bytes=-size)
 
+        self._put_off(finish)
+
+    def receive(self, address: np.ndarray, words: np.ndarray, barrier: int) -> None:
+        """st.async: a word for each address."""
+        index = self.shared.index(address, 4)[:, None]
+        self.shared.begin_copy(index, 4)
+        self.barrier(barrier)
+
+        def finish():
+            self.shared.end_copy(index, words[:, None].view(np.uint8), None)
+            self.arrive(barrier, arrivals=0, transaction_bytes=-words.nbytes)
+
+        self._put_off(finish)
+
+    def _put_off(self, finish: Callable) -> None:
         self.transfers.append((self.rng.random(), finish))
         if self.timing == "early":
             self._finish_transfer()
@@ -533,9 +564,10 @@ class Cta:
 
     def start_copy(self, warp: Warp, address: np.ndarray, data: np.ndarray) -> None:
         """cp.async of a warp's lanes."""
-        each = data.shape[1] // 8
-        index = self.shared.index(address, 8, each)[:, None] + np.arange(each)
-        self.shared.begin_copy(index)
+        size = min(8, data.shape[1])
+        each = data.shape[1] // size
+        index = self.shared.index(address, size, each)[:, None] + np.arange(each)
+        self.shared.begin_copy(index, size)
         warp.copies_begun += 1
         warp.copies.append(partial(self.shared.end_copy, index, data, warp.index, warp.copies_begun))
         if self.timing == "early":

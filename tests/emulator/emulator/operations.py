@@ -277,10 +277,10 @@ def _tensor_copy(t: Translator, item: Instruction):
 
 
 def _async_copy(t: Translator, item: Instruction):
-    """8 or 16 bytes per lane; the last operand says how many come from memory, the rest are zeros."""
+    """4, 8 or 16 bytes per lane; the last operand says how many come from memory, the rest are zeros."""
     destination, source, size, *taken = item.operands
     each = int(size.text)
-    if each not in ((8, 16) if item.parts[2] == "ca" else (16,)) or len(taken) > 1:
+    if each not in ((4, 8, 16) if item.parts[2] == "ca" else (16,)) or len(taken) > 1:
         raise UnknownInstruction(str(item))
     to, source_at = t.address(destination), t.address(source, "u64")
     count_of = t.reader(taken[0] if taken else size, "u32")

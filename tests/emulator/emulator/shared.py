@@ -81,19 +81,20 @@ class SharedMemory:
         """The same of 16 bytes each."""
         self._put(units[:, None] * 2 + np.arange(2), 8, raw.view(np.uint64), warp, number)
 
-    def begin_copy(self, index: np.ndarray) -> None:
-        """A copy to 8 bytes each is on its way."""
-        if (self._state_views[8][index] & LOCKED[8]).any():
-            self._refuse(index, 8, "copy to")
-        self._views[8][index] = ~np.uint64(0)
-        self._state_views[8][index] = ONES[8] * IN_FLIGHT
+    def begin_copy(self, index: np.ndarray, size: int = 8) -> None:
+        """A copy to `size` bytes each is on its way."""
+        if (self._state_views[size][index] & LOCKED[size]).any():
+            self._refuse(index, size, "copy to")
+        self._views[size][index] = ~self._views[size].dtype.type(0)
+        self._state_views[size][index] = ONES[size] * IN_FLIGHT
 
     def end_copy(self, index: np.ndarray, raw: np.ndarray, warp: int | None, number: int = 0) -> None:
         """The data arrives; a warp's own cp.async is a write of its that the asynchronous units may not see yet."""
-        self._state_views[8][index] = 0
-        self._views[8][index] = raw.view(np.uint64)
+        size = min(8, raw.shape[-1])
+        self._state_views[size][index] = 0
+        self._views[size][index] = raw.view(f"uint{8 * size}")
         if warp is not None:
-            self._mark(index, 8, warp, number, COPIED)
+            self._mark(index, size, warp, number, COPIED)
 
     def lock_barrier(self, address: int) -> None:
         self.index(np.array([address], np.uint32), 8)
