@@ -181,6 +181,19 @@ def check_library() -> Finding:
     return Finding(Verdict.OK, f"ABI version {version}, {path}", "" if beside else f"serves the sources in {SOURCES}")
 
 
+def check_flags() -> Finding:
+    """What the environment variables that both plugins read turn on, and whether their values are valid."""
+    try:
+        on = {
+            engine_contract.AUTO_VARIABLE: engine_contract.is_first_choice(),
+            engine_contract.SHARED_PREFIX_VARIABLE: engine_contract.shares_prefixes(),
+        }
+    except ValueError as error:
+        return Finding(Verdict.BROKEN, str(error), "the plugins refuse to start with it")
+    remedy = "1 chooses ETAP where no backend is named; reads pages that requests of dense models begin with once"
+    return Finding(Verdict.OK, ", ".join(f"{name}={is_on:d}" for name, is_on in on.items()), remedy)
+
+
 def _run_python(program: str, seconds: float) -> subprocess.CompletedProcess:
     """Run a program in another process. Raises TimeoutExpired after so many seconds, whatever goes on running."""
     pipes: dict = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
@@ -248,6 +261,7 @@ def check_plugin(plugin: Plugin) -> Finding:
 def run(options: object = None) -> int:
     """Print each finding as it comes; gives 1 when something is broken, else 0."""
     checks: dict[str, Callable[[], Finding]] = {"driver": check_driver, "GPU": check_gpu, "library": check_library}
+    checks["flags"] = check_flags
     checks |= {plugin.engine.name: lambda plugin=plugin: check_plugin(plugin) for plugin in PLUGINS}
     print(f"etap-backend {__version__} in {SOURCES}, torch {torch.__version__}")
     broken = False

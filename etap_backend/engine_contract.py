@@ -17,13 +17,27 @@ CHEAP_PAGE_ROWS = 32
 """Most query rows with which pages smaller than a tile cost little."""
 AUTO_VARIABLE = "ETAP_AUTO"
 """1 makes ETAP an engine's first choice for models that it serves, where no attention backend is named."""
+SHARED_PREFIX_VARIABLE = "ETAP_SHARED_PREFIX"
+"""1 reads the pages that requests of dense models begin with once for several requests. Ranks may differ in it: each
+decodes its own heads.
+"""
 
 
 def is_first_choice() -> bool:
-    """Whether AUTO_VARIABLE is 1; 0, empty and no value are off. Raises ValueError for another value."""
-    value = os.environ.get(AUTO_VARIABLE) or "0"  # compose files leave a variable empty
+    """Whether AUTO_VARIABLE is 1. Raises ValueError as `_is_on`."""
+    return _is_on(AUTO_VARIABLE)
+
+
+def shares_prefixes() -> bool:
+    """Whether SHARED_PREFIX_VARIABLE is 1. Raises ValueError as `_is_on`."""
+    return _is_on(SHARED_PREFIX_VARIABLE)
+
+
+def _is_on(variable: str) -> bool:
+    """Whether it is 1; 0, empty and no value are off. Raises ValueError for another value."""
+    value = os.environ.get(variable) or "0"  # compose files leave a variable empty
     if value not in ("0", "1"):
-        raise ValueError(f"{AUTO_VARIABLE}: wanted 0 or 1, got {value!r}")
+        raise ValueError(f"{variable}: wanted 0 or 1, got {value!r}")
     return value == "1"
 
 
@@ -138,8 +152,13 @@ def small_pages_text(page_size: int, rows: int) -> str | None:
     return f"{found}: with more than {CHEAP_PAGE_ROWS}, decoding may take much longer than with pages of {TILE_TOKENS}"
 
 
-def types_text(dtype: torch.dtype, fp8_cache: bool, fp8_math: bool) -> str:
-    """The types of KV cache and math, for the engines' logs; `dtype` is the model's."""
+def no_shared_prefix_text() -> str:
+    """The end of a line of the log on sparse attention, where a token has a list of its own."""
+    return f"; {SHARED_PREFIX_VARIABLE}=1 has no effect on it" if shares_prefixes() else ""
+
+
+def types_text(dtype: torch.dtype, fp8_cache: bool, fp8_math: bool, shared_prefix: bool) -> str:
+    """KV cache, math and whether shared prefixes are read once, for the engines' logs; `dtype` is the model's."""
     model, fp8 = dtype_name(dtype), "FP8 (e4m3)"
     math = fp8 if fp8_math else "float16" if fp8_cache else model
-    return f"KV cache {fp8 if fp8_cache else model}, math {math}"
+    return f"KV cache {fp8 if fp8_cache else model}, math {math}" + ", shared prefixes read once" * shared_prefix

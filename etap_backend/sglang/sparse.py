@@ -58,8 +58,8 @@ class ETAPSparseBackend(DeepseekSparseAttnBackend):
         self._num_sms = get_device_core_count()
         self.workspace = policy.sparse_workspace(self._num_sms, self.device) if workspace is None else workspace
         if not options.get("speculative_num_steps"):
-            text = "Attention backend %s: sparse attention, KV cache %s, prefill by %s"
-            _logger.info(text, versions.NAME, cache, prefill)
+            text = "Attention backend %s: sparse attention, KV cache %s, prefill by %s%s"
+            _logger.info(text, versions.NAME, cache, prefill, engine_contract.no_shared_prefix_text())
 
     def _prefills(self) -> bool:
         """Whether ETAP serves prompts where the user chose no kernel.

@@ -16,7 +16,7 @@ from sglang.srt.layers.attention.dsv4.sparse_prefill_utils import use_dsv4_q8kv8
 from sglang.srt.utils import get_device_core_count
 from torch import Tensor
 
-from etap_backend import sparse_mla_decode
+from etap_backend import engine_contract, sparse_mla_decode
 from etap_backend.limits import SPARSE_FP8, V4_ROW_BYTES, why_unsupported_sparse
 from etap_backend.sglang import flash_mla, versions
 from etap_backend.sglang.policy import Policy, backends_of_steps
@@ -54,8 +54,8 @@ class ETAPV4Backend(DeepseekV4AttnBackend):
         self._heads, self._num_sms, self._calls = policy.num_heads, get_device_core_count(), 0
         self.workspace = policy.sparse_workspace(self._num_sms, self.device) if workspace is None else workspace
         if not options.get("speculative_num_steps"):
-            text = "Attention backend %s: DeepSeek-V4, decode and prefill, %d heads unpadded, KV cache %s"
-            _logger.info(text, versions.NAME, self._heads, SPARSE_FP8)
+            text = "Attention backend %s: DeepSeek-V4, decode and prefill, %d heads unpadded, KV cache %s%s"
+            _logger.info(text, versions.NAME, self._heads, SPARSE_FP8, engine_contract.no_shared_prefix_text())
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, layer, forward_batch, *args, **kwargs) -> Tensor:
         """Attend as the base class does, with ETAP's kernels in the place of FlashMLA's.

@@ -14,7 +14,7 @@ from etap_backend.limits import COMPUTE_CAPABILITY, DTYPES, HEAD_DIM, TILE_TOKEN
 from etap_backend.vllm import versions
 from etap_backend.vllm.impl import ETAPImpl
 from etap_backend.vllm.metadata import ETAPMetadataBuilder
-from etap_backend.vllm.policy import why_not_parallel
+from etap_backend.vllm.policy import why_not_parallel, why_not_shared_prefix
 
 BLOCK_SIZES = (TILE_TOKENS, 32, 16)
 """Tokens per block that the kernels are given. They take any number; vLLM's own kernels take multiples of 16."""
@@ -120,7 +120,7 @@ class ETAPBackend(KernelBackend, MLACommonBackend):
 
     @classmethod
     def _why_not(cls, use_sparse: bool, asked: dict[str, Any]) -> str | None:
-        if reason := why_unsupported(**asked):
+        if reason := why_unsupported(**asked) or why_not_shared_prefix():
             return reason
         if asked["page_size"] % min(BLOCK_SIZES):
             return f"block_size {asked['page_size']} is not supported: wanted a multiple of {min(BLOCK_SIZES)} tokens"

@@ -58,6 +58,7 @@ class ETAPLayer:
         self._etap_workspace_floats = sparse_workspace_floats(self.padded_heads, self._etap_num_sms)
         logger.info_once(
             f"{NAME} decodes: DeepSeek-V4's sparse attention, {self.padded_heads} query heads, KV cache {SPARSE_FP8}"
+            f"{engine_contract.no_shared_prefix_text()}"
         )
 
     def forward_mqa(self, q: Tensor, kv: Tensor, positions: Tensor, output: Tensor) -> None:

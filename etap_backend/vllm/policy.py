@@ -6,6 +6,7 @@ import vllm.envs as envs
 from vllm.config import VllmConfig
 from vllm.v1.attention.backend import max_decode_query_len
 
+from etap_backend import engine_contract
 from etap_backend.schedule import DecodeSchedule
 from etap_backend.short_prompts import short_prompt_tokens
 
@@ -34,6 +35,7 @@ class Policy:
             captured with. Micro-batches may cut a request with drafts in two, and where the number of drafts changes,
             the draft model's graph may be one for more requests than the target's step.
         fp8_math: whether an FP8 cache is multiplied in e4m3.
+        shared_prefix: whether pages that requests begin with are read once for several requests.
     """
 
     num_heads: int
@@ -45,6 +47,7 @@ class Policy:
     token_by_token: bool
     graphs_change_batch: bool
     fp8_math: bool
+    shared_prefix: bool
 
     @classmethod
     def of(cls, config: VllmConfig, num_heads: int) -> "Policy":
@@ -72,12 +75,18 @@ class Policy:
             token_by_token=token_by_token,
             graphs_change_batch=dynamic,
             fp8_math=wants_fp8_math(config),
+            shared_prefix=engine_contract.shares_prefixes(),
         )
 
     def workspace_floats(self, num_sms: int) -> int:
         """Floats of scratch memory that the largest call needs."""
         return DecodeSchedule.workspace_floats(
-            self.num_heads, self.max_s_q, num_sms, max_batch=self.max_batch, batch_invariant=self.batch_invariant
+            self.num_heads,
+            self.max_s_q,
+            num_sms,
+            max_batch=self.max_batch,
+            batch_invariant=self.batch_invariant,
+            shared_prefix=self.shared_prefix,
         )
 
 
@@ -86,6 +95,14 @@ def why_not_parallel(config: VllmConfig | None) -> str | None:
     parallel = config and config.parallel_config
     if parallel and min(parallel.prefill_context_parallel_size, parallel.decode_context_parallel_size) > 1:
         return "prefill context parallelism with decode context parallelism is not supported: wanted one of them"
+    return None
+
+
+def why_not_shared_prefix() -> str | None:
+    """Say why shared prefixes, where they were asked for, cannot be read once, or None; raises as `shares_prefixes`."""
+    if engine_contract.shares_prefixes() and envs.VLLM_BATCH_INVARIANT:
+        other = "batch invariance (VLLM_BATCH_INVARIANT=1)"
+        return f"{engine_contract.SHARED_PREFIX_VARIABLE}=1 with {other} is not supported: wanted one of them"
     return None
 
 
