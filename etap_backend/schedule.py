@@ -18,6 +18,10 @@ MOST_ROWS = 64
 """The largest row tile."""
 ANY_BATCH = 0
 """In place of a step's number of requests: row tiles are those of every batch."""
+SHARED_FIELDS = 10
+"""Rows of the buffer that describes a step's stacks."""
+MOST_SHARED = 4096
+"""The most requests of a schedule with shared_prefix."""
 CPU_SMS = 8
 """Partitions of a schedule on the CPU: enough to split requests, few enough to follow by hand."""
 
@@ -120,7 +124,8 @@ class BuiltSchedule(NamedTuple):
         partitions: partitions of the work, each for one CTA per row group.
         row_tile: query rows that a CTA computes.
         num_sms: CTAs that the work was divided for.
-        work_ranges, split_offsets, workspace: the DecodeSchedule's.
+        work_ranges, split_offsets, workspace, shared: the DecodeSchedule's. `shared` is None where nothing can be shared:
+            without `shared_prefix`, or where two requests' query rows do not fill a row tile.
     """
 
     batch: int
@@ -132,6 +137,7 @@ class BuiltSchedule(NamedTuple):
     work_ranges: Tensor
     split_offsets: Tensor
     workspace: Tensor | None
+    shared: Tensor | None = None
 
     # A tuple's own methods would compare and print the tensors' elements.
     def __eq__(self, other: object) -> bool:
@@ -169,6 +175,11 @@ class DecodeSchedule:
     into how many splits it is cut, and where. It has at most `fixed_splits` splits, which the workspace holds for
     max_batch requests; where it does not hold two for each, no request is split.
 
+    With `shared_prefix`, requests whose block tables begin with the same pages form stacks, as many as fill the 64 query
+    rows of one CTA: four of 16 rows, eight of 8, two of 32. What they have in common is read once for all of them. Each
+    step's `build` finds the stacks on the device; where too little is shared for that to pay there are none. Where tensor
+    cores are few only requests of 8 rows share, in pairs. Results of other steps and batches may differ in their rounding.
+
     Attributes:
         max_batch, num_heads, max_s_q, num_sms, device, fp8_cache, fp8_math: as given.
         any_batch: as given; True with batch_invariant.
@@ -181,6 +192,8 @@ class DecodeSchedule:
         workspace: float32, for calls without their own; None where every call has its own.
         max_workspace_floats: the most elements that a call needs in its workspace.
         fixed_splits: most splits per request where its length alone decides; 0 where the batch does.
+        shared: int32 [SHARED_FIELDS, max_batch], the stacks of a step, as csrc/schedule/shared_prefixes.h describes them;
+            None without shared_prefix.
     """
 
     def __init__(
@@ -197,6 +210,7 @@ class DecodeSchedule:
         fp8_cache: bool = False,
         fp8_math: bool = False,
         any_batch: bool = False,
+        shared_prefix: bool = False,
     ):
         """Allocate the buffers.
 
@@ -215,10 +229,13 @@ class DecodeSchedule:
                 results there, up to 15% slower.
             any_batch: one row tile for every batch and cache, so that every step has equally many partitions; implied
                 by batch_invariant. On those GPUs short calls of few requests take up to 1.7 times as long.
+            shared_prefix: read once what requests' block tables have in common; not beside batch_invariant, since then a
+                request's rounding depends on who shares its pages. The workspace is larger.
 
         Raises:
             ValueError: a count is below 1 or too large (at most MAX_COUNT, CTAs MAX_SMS, of etap_backend.limits; the
-                first also for num_heads * max_s_q), the workspace too small or the device absent.
+                first also for num_heads * max_s_q; max_batch MOST_SHARED with shared_prefix), the workspace too small,
+                the device absent, or both batch_invariant and shared_prefix are wanted.
             TypeError: a count is not an int, or the workspace is not float32.
             ImportError: the compiled library is missing or of another version.
         """
@@ -231,6 +248,12 @@ class DecodeSchedule:
         self.fp8_cache, self.fp8_math = bool(fp8_cache), bool(fp8_math)
         most = (self.max_batch, self.num_heads, self.max_s_q, num_sms)
         self.any_batch = bool(any_batch or batch_invariant)
+        if batch_invariant and shared_prefix:
+            raise ValueError("shared_prefix: wanted False beside batch_invariant, got True for both")
+        if shared_prefix:
+            count("max_batch", max_batch, MOST_SHARED)
+            raise NotImplementedError("shared_prefix")
+        self.shared = None
         self.fixed_splits = fixed_splits(*most) if batch_invariant else 0
         ranges = max(num_sms, self.max_batch * self.fixed_splits if self.fixed_splits > 1 else 0)
         self.work_ranges = torch.zeros(ranges, WORK_RANGE_FIELDS, dtype=torch.int32, device=self.device)
@@ -246,9 +269,17 @@ class DecodeSchedule:
 
     @staticmethod
     def workspace_floats(
-        num_heads: int, max_s_q: int, num_sms: int, *, max_batch: int = 1, batch_invariant: bool = False
+        num_heads: int,
+        max_s_q: int,
+        num_sms: int,
+        *,
+        max_batch: int = 1,
+        batch_invariant: bool = False,
+        shared_prefix: bool = False,
     ) -> int:
         """Floats that the partials need: at most two per CTA, each with its output rows and log-sum-exp.
+
+        With shared_prefix requests have partials, too, and so have stacks.
 
         Arguments as for the schedule. Raises ValueError and TypeError for counts as there.
         """
@@ -282,12 +313,17 @@ class DecodeSchedule:
         batch = ANY_BATCH if self.any_batch else batch
         return decode_shape(s_q * self.num_heads, self.num_sms, batch, self.fp8_cache, self.fp8_math)
 
-    def build(self, seq_lens: Tensor, s_q: int = 1) -> BuiltSchedule:
+    def build(
+        self, seq_lens: Tensor, s_q: int = 1, *, block_table: Tensor | None = None, page_size: int | None = None
+    ) -> BuiltSchedule:
         """Plan one step. Copies nothing to the host, allocates nothing, and may be captured in a CUDA graph.
 
         Args:
             seq_lens: int32 [batch <= max_batch] on the schedule's device, tokens of each request, new ones included.
             s_q: query tokens per request, at most max_s_q.
+            block_table: int32 [batch, max_pages] on the schedule's device, which the step's calls read; gaps between rows
+                are allowed. Required with shared_prefix, else ignored. Entries behind a request's tokens are not read.
+            page_size: tokens of a page, with block_table.
 
         Returns:
             The plan that this step's `mla_decode` calls take.
