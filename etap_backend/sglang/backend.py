@@ -130,7 +130,7 @@ class ETAPBackend(AttentionBackend):
                 batch_invariant=policy.deterministic,
                 fp8_cache=fp8_cache,
                 fp8_math=self._fp8_math,
-                shared_prefix=policy.shared_prefix,
+                shared_prefix=policy.shared_prefix and not self.skip_prefill,
             )
             workspace = schedule.workspace
             made.append(schedule)
@@ -336,8 +336,8 @@ class ETAPMultiStepDraftBackend(FlashMLAMultiStepDraftBackend):
     """The draft model's decode steps, planned together before the first one.
 
     In step i a request has i + 1 more tokens than the batch says: its drafts so far. All steps share the last one's
-    block table, which includes their pages, and its schedule, which fits slightly shorter contexts too: pages that
-    requests share have none of these drafts. Each step has its own lengths.
+    block table, which includes their pages, and its schedule, which fits slightly shorter contexts too, without shared
+    prefixes. Each step has its own lengths.
     """
 
     def __init__(self, model_runner, topk: int, speculative_num_steps: int, *, fp8_math: bool = False):

@@ -4,6 +4,7 @@ import math
 from typing import Any, ClassVar
 
 import torch
+import vllm.envs as envs
 from vllm.config import get_current_vllm_config_or_none
 from vllm.config.cache import CacheDType
 from vllm.model_executor.layers.attention.mla_attention import MLACommonBackend
@@ -14,7 +15,7 @@ from etap_backend.limits import COMPUTE_CAPABILITY, DTYPES, HEAD_DIM, TILE_TOKEN
 from etap_backend.vllm import versions
 from etap_backend.vllm.impl import ETAPImpl
 from etap_backend.vllm.metadata import ETAPMetadataBuilder
-from etap_backend.vllm.policy import why_not_parallel, why_not_shared_prefix
+from etap_backend.vllm.policy import why_not_parallel
 
 BLOCK_SIZES = (TILE_TOKENS, 32, 16)
 """Tokens per block that the kernels are given. They take any number; vLLM's own kernels take multiples of 16."""
@@ -120,8 +121,10 @@ class ETAPBackend(KernelBackend, MLACommonBackend):
 
     @classmethod
     def _why_not(cls, use_sparse: bool, asked: dict[str, Any]) -> str | None:
-        if reason := why_unsupported(**asked) or why_not_shared_prefix():
+        if reason := why_unsupported(**asked):
             return reason
+        if envs.VLLM_BATCH_INVARIANT and engine_contract.shares_prefixes():
+            return f"{engine_contract.SHARED_PREFIX_VARIABLE}=1 is not supported with VLLM_BATCH_INVARIANT=1"
         if asked["page_size"] % min(BLOCK_SIZES):
             return f"block_size {asked['page_size']} is not supported: wanted a multiple of {min(BLOCK_SIZES)} tokens"
         if use_sparse:

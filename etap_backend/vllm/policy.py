@@ -98,14 +98,6 @@ def why_not_parallel(config: VllmConfig | None) -> str | None:
     return None
 
 
-def why_not_shared_prefix() -> str | None:
-    """Say why shared prefixes, where they were asked for, cannot be read once, or None; raises as `shares_prefixes`."""
-    if engine_contract.shares_prefixes() and envs.VLLM_BATCH_INVARIANT:
-        other = "batch invariance (VLLM_BATCH_INVARIANT=1)"
-        return f"{engine_contract.SHARED_PREFIX_VARIABLE}=1 with {other} is not supported: wanted one of them"
-    return None
-
-
 def why_not_sparse(config: VllmConfig) -> str | None:
     """Say why ETAP cannot run any sparse model under a configuration, or None; raises as `wants_fp8_math`."""
     if wants_fp8_math(config):
