@@ -18,9 +18,7 @@ CHEAP_PAGE_ROWS = 32
 AUTO_VARIABLE = "ETAP_AUTO"
 """1 makes ETAP an engine's first choice for models that it serves, where no attention backend is named."""
 SHARED_PREFIX_VARIABLE = "ETAP_SHARED_PREFIX"
-"""1 reads the pages that requests of dense models begin with once for several requests. Ranks may differ in it: each
-decodes its own heads.
-"""
+"""1 reads pages that requests of dense models begin with once for several of them. Ranks may differ in it."""
 
 
 def is_first_choice() -> bool:

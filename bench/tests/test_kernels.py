@@ -91,6 +91,7 @@ def test_the_shipped_grids_can_be_read_by_name(name):
         ("", "rows"),
         ("[[rows]]\nbatch = [1]", "wanted shapes, or batch and tokens"),
         ("[[rows]]\nbatchs = [1]", r"rows\.0\.batchs"),
+        ("[[rows]]\ncommon = 128\nshapes = [[2, 100]]", "common: wanted .* at most a request's tokens"),
         ("[[rows]]\nshapes = [[0, 64]]", r"rows\.0\.shapes\.0\.0: .* got 0"),
         ("[[rows]]\ncall = 'sparse'\nbatch = [1]\ntokens = [2048]\ncontext = 1024", "context: wanted at least"),
         ("[[rows]]\nshapes = [[1, 1]]\n[[rows]]\ncall = 'sparse'\nbatch = [1]\ntokens = [1]\ncontext = 64", "one call"),
@@ -110,6 +111,7 @@ def test_rows_beyond_the_memory_are_left_out_and_all_can_be_fp8(grid):
 def test_bytes_operations_and_floors_of_each_call():
     dense, fp8 = (Workload("dense", 16, 65536, s_q=4, kv_dtype=kv_dtype) for kv_dtype in ("same", "fp8"))
     assert dense.bytes == 16 * 65536 * 1152 == 2 * fp8.bytes and dense.flops == 2 * 64 * 16 * 65536 * (576 + 512)
+    assert Workload("dense", 64, 17408, common=16384).bytes == (16384 + 64 * 1024) * 1152, "a shared row counts once"
     assert Workload("sparse", 4096, 2048, context=65536).bytes == 65536 * 1152, "a shared row counts once"
     assert Workload("sparse", 128, 2048, kv_dtype="fp8", context=2**21).bytes == 128 * 2048 * 656
     v4 = Workload("v4", 16, 640, 8, kv_dtype="fp8", context=2**20)

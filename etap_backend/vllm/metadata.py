@@ -174,6 +174,4 @@ class ETAPMetadataBuilder(MLACommonMetadataBuilder[ETAPMetadata]):
         if metadata.decode.refill:
             metadata.decode.refill()
         for call, schedule in zip(metadata.decode.calls, self.schedules, strict=False):
-            schedule.build(
-                call.seq_lens, call.schedule.s_q, block_table=call.block_table, page_size=self.page_size
-            )
+            schedule.build(call.seq_lens, call.schedule.s_q, block_table=call.block_table, page_size=self.page_size)
