@@ -65,6 +65,9 @@ class Policy:
         if not (token_by_token or prompts_elsewhere):
             longest = max(verified, short_prompt_tokens(num_heads))
         dynamic = drafts is not None and (parallel.use_ubatching or drafts.uses_dynamic_speculative_decoding())
+        if dynamic and engine_contract.shares_prefixes():
+            other = "drafts in micro-batches or of changing number"
+            raise ValueError(f"{engine_contract.SHARED_PREFIX_VARIABLE}=1 is not supported with {other}")
         return cls(
             num_heads=num_heads,
             verified=verified,

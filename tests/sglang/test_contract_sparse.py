@@ -551,3 +551,10 @@ def test_the_log_names_cache_and_prefill(caplog, options, text):
     with caplog.at_level("INFO", logger=sparse.__name__):
         ATTENTION_BACKENDS["etap"](make_runner(**options))
     assert re.fullmatch(f"Attention backend etap: sparse attention, {text}", caplog.messages[-1])
+
+
+def test_the_log_says_that_no_prefix_is_shared(caplog, monkeypatch):
+    monkeypatch.setenv("ETAP_SHARED_PREFIX", "1")
+    with caplog.at_level("INFO", logger=sparse.__name__):
+        ATTENTION_BACKENDS["etap"](make_runner())
+    assert caplog.messages[-1].endswith("prefill by etap; ETAP_SHARED_PREFIX=1 has no effect on it")
