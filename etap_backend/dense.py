@@ -139,6 +139,7 @@ def mla_decode(
         seq_lens,
         schedule.work_ranges,
         schedule.split_offsets,
+        schedule.shared,
         workspace,
         out,
         lse,

@@ -8,9 +8,18 @@ import torch
 from torch import Tensor
 
 from etap_backend._library import library
-from etap_backend._operator import Operator, constant_result, library_function, schema
-from etap_backend.calls import ScheduleCall
-from etap_backend.limits import MAX_COUNT, MAX_SMS, WORK_RANGE_FIELDS, count, dtype_name
+from etap_backend._operator import Operator, constant_result, library_function, schema, type_name
+from etap_backend.calls import ScheduleCall, SharedScheduleCall
+from etap_backend.limits import (
+    LATENT_DIM,
+    MAX_COUNT,
+    MAX_SMS,
+    MOST_SHARED,
+    SHARED_FIELDS,
+    WORK_RANGE_FIELDS,
+    count,
+    dtype_name,
+)
 
 BATCH_INVARIANT_BYTES = 60 * 2**20
 """Workspace that a batch-invariant schedule may take for splitting requests."""
@@ -18,10 +27,6 @@ MOST_ROWS = 64
 """The largest row tile."""
 ANY_BATCH = 0
 """In place of a step's number of requests: row tiles are those of every batch."""
-SHARED_FIELDS = 10
-"""Rows of the buffer that describes a step's stacks."""
-MOST_SHARED = 4096
-"""The most requests of a schedule with shared_prefix."""
 CPU_SMS = 8
 """Partitions of a schedule on the CPU: enough to split requests, few enough to follow by hand."""
 
@@ -30,6 +35,12 @@ CPU_SMS = 8
 _build = Operator(
     schema("build_schedule", ScheduleCall, written=("work_ranges", "split_offsets")),
     *(library_function("build_schedule"),) * 2,
+)
+
+
+_build_shared = Operator(
+    schema("build_shared_schedule", SharedScheduleCall, written=("work_ranges", "split_offsets", "shared")),
+    *(library_function("build_shared_schedule"),) * 2,
 )
 
 
@@ -77,6 +88,36 @@ def decode_shape(
     """
     rows, num_sms = count("rows", rows), count("num_sms", num_sms, MAX_SMS)
     return DecodeShape(*library().decode_shape(rows, num_sms, batch, fp8_cache, fp8_math))
+
+
+class StackShape(NamedTuple):
+    """How requests with common pages are decoded together; the compiled library decides it.
+
+    Attributes:
+        row_tile: query rows of the CTA that decodes a stack.
+        places: requests that fill it; below 2 none are stacked.
+        least: requests that a stack needs.
+    """
+
+    row_tile: int
+    places: int
+    least: int
+
+    def exists(self, batch: int) -> bool:
+        """Whether so many requests may have a stack."""
+        return self.places > 1 and batch >= self.least
+
+    def workspace_floats(self, shape: DecodeShape, num_sms: int, batch: int) -> int:
+        """Floats of all partials: of the requests, whose query rows have this shape, and of the stacks."""
+        own = (shape.partitions(num_sms) + batch) * shape.row_groups * shape.partial_floats
+        return own + (num_sms + batch // self.least) * self.row_tile * (LATENT_DIM + 1)
+
+
+@functools.cache
+@constant_result
+def stack_shape(rows: int, num_sms: int) -> StackShape:
+    """The shape of stacks of requests with so many query rows, in a schedule for so many CTAs."""
+    return StackShape(*library().stack_shape(rows, num_sms))
 
 
 def fixed_splits(max_batch: int, num_heads: int, max_s_q: int, num_sms: int) -> int:
@@ -252,14 +293,16 @@ class DecodeSchedule:
             raise ValueError("shared_prefix: wanted False beside batch_invariant, got True for both")
         if shared_prefix:
             count("max_batch", max_batch, MOST_SHARED)
-            raise NotImplementedError("shared_prefix")
-        self.shared = None
         self.fixed_splits = fixed_splits(*most) if batch_invariant else 0
         ranges = max(num_sms, self.max_batch * self.fixed_splits if self.fixed_splits > 1 else 0)
+        ranges += num_sms if shared_prefix else 0  # the stacks'
         self.work_ranges = torch.zeros(ranges, WORK_RANGE_FIELDS, dtype=torch.int32, device=self.device)
         self.split_offsets = torch.zeros(self.max_batch + 1, dtype=torch.int32, device=self.device)
+        self.shared = None
+        if shared_prefix:
+            self.shared = torch.zeros(SHARED_FIELDS, self.max_batch, dtype=torch.int32, device=self.device)
         self.max_workspace_floats = self.workspace_floats(
-            *most[1:], max_batch=self.max_batch, batch_invariant=batch_invariant
+            *most[1:], max_batch=self.max_batch, batch_invariant=batch_invariant, shared_prefix=shared_prefix
         )
         if workspace is not None:
             self._check_workspace(workspace)
@@ -293,6 +336,8 @@ class DecodeSchedule:
             partitions = max(shape.partitions(num_sms), max_batch * splits if splits > 1 else 0)
             # More rows may need more and smaller row groups.
             most = max(most, shape.workspace_floats(partitions))
+            if shared_prefix and (stack := stack_shape(num_heads * s_q, num_sms)).exists(max_batch):
+                most = max(most, stack.workspace_floats(shape, num_sms, max_batch))
             if partitions == 1 and shape.row_tile == MOST_ROWS:
                 break  # from here on more rows mean more row groups, still with one partition
         return most
@@ -341,17 +386,20 @@ class DecodeSchedule:
         batch = operator.index(seq_lens.shape[0]) if seq_lens.dim() else 0
         shape = self.shape(batch, s_q)
         partitions = max(1, batch * self.fixed_splits) if self.fixed_splits > 1 else shape.partitions(self.num_sms)
-        call = ScheduleCall(
-            seq_lens,
-            self.work_ranges,
-            self.split_offsets,
-            partitions,
-            self.fixed_splits,
-            shape.split_rows,
-            shape.split_cost,
-            shape.single_tiles,
-        )
-        _build(seq_lens, call)
+        buffers = (self.work_ranges, self.split_offsets)
+        costs = (shape.split_rows, shape.split_cost, shape.single_tiles)
+        shared = None
+        if self.shared is not None:
+            table, page_size = self._checked_pages(block_table, page_size)
+            if stack_shape(s_q * self.num_heads, self.num_sms).exists(batch):
+                shared = self.shared
+                rows = (s_q, self.num_heads)
+                parts = (partitions, self.num_sms)
+                _build_shared(
+                    seq_lens, SharedScheduleCall(seq_lens, table, *buffers, shared, page_size, *rows, *parts, *costs)
+                )
+        if shared is None:
+            _build(seq_lens, ScheduleCall(seq_lens, *buffers, partitions, self.fixed_splits, *costs))
         return BuiltSchedule(
             batch,
             s_q,
@@ -362,4 +410,12 @@ class DecodeSchedule:
             self.work_ranges,
             self.split_offsets,
             self.workspace,
+            shared,
         )
+
+    def _checked_pages(self, block_table: Tensor | None, page_size: int | None) -> tuple[Tensor, int]:
+        if not isinstance(block_table, Tensor):
+            raise TypeError(f"block_table: wanted a tensor with shared_prefix, got {type_name(block_table)}")
+        if page_size is None:
+            raise TypeError("page_size: wanted an int with shared_prefix, got None")
+        return block_table, count("page_size", page_size)
