@@ -103,6 +103,7 @@ class SharedScheduleCall(NamedTuple):
         work_ranges, split_offsets, shared: the buffers to fill; the stacks' ranges lie behind the first `partitions`.
         page_size: tokens of a page.
         s_q, heads: of the calls.
+        least_tiles: tiles of all members in their stacks, below which there are none.
         partitions: partitions of the requests' own tiles.
         num_sms: partitions of the stacks' tiles.
         split_rows, split_cost, single_tiles: as for a ScheduleCall.
@@ -116,6 +117,7 @@ class SharedScheduleCall(NamedTuple):
     page_size: int
     s_q: int
     heads: int
+    least_tiles: int
     partitions: int
     num_sms: int
     split_rows: int

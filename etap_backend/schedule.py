@@ -97,11 +97,13 @@ class StackShape(NamedTuple):
         row_tile: query rows of the CTA that decodes a stack.
         places: requests that fill it; below 2 none are stacked.
         least: requests that a stack needs.
+        least_tiles: tiles of all requests in stacks that a step needs.
     """
 
     row_tile: int
     places: int
     least: int
+    least_tiles: int
 
     def exists(self, batch: int) -> bool:
         """Whether so many requests may have a stack."""
@@ -165,8 +167,8 @@ class BuiltSchedule(NamedTuple):
         partitions: partitions of the work, each for one CTA per row group.
         row_tile: query rows that a CTA computes.
         num_sms: CTAs that the work was divided for.
-        work_ranges, split_offsets, workspace, shared: the DecodeSchedule's. `shared` is None where nothing can be shared:
-            without `shared_prefix`, or where two requests' query rows do not fill a row tile.
+        work_ranges, split_offsets, workspace: the DecodeSchedule's.
+        shared: the DecodeSchedule's; None without shared_prefix, and where batch and query rows allow no stack.
     """
 
     batch: int
@@ -216,10 +218,10 @@ class DecodeSchedule:
     into how many splits it is cut, and where. It has at most `fixed_splits` splits, which the workspace holds for
     max_batch requests; where it does not hold two for each, no request is split.
 
-    With `shared_prefix`, requests whose block tables begin with the same pages form stacks, as many as fill the 64 query
-    rows of one CTA: four of 16 rows, eight of 8, two of 32. What they have in common is read once for all of them. Each
-    step's `build` finds the stacks on the device; where too little is shared for that to pay there are none. Where tensor
-    cores are few only requests of 8 rows share, in pairs. Results of other steps and batches may differ in their rounding.
+    With `shared_prefix`, requests whose block tables begin with the same pages form stacks, as many as fill the 64
+    query rows of one CTA: four of 16 rows, eight of 8, two of 32. What they have in common is read once for all of
+    them. Each step's `build` finds the stacks on the device; where too little is shared for that to pay there are none.
+    Where tensor cores are few only requests of 8 rows share, in pairs. Other steps and batches may round differently.
 
     Attributes:
         max_batch, num_heads, max_s_q, num_sms, device, fp8_cache, fp8_math: as given.
@@ -233,8 +235,8 @@ class DecodeSchedule:
         workspace: float32, for calls without their own; None where every call has its own.
         max_workspace_floats: the most elements that a call needs in its workspace.
         fixed_splits: most splits per request where its length alone decides; 0 where the batch does.
-        shared: int32 [SHARED_FIELDS, max_batch], the stacks of a step, as csrc/schedule/shared_prefixes.h describes them;
-            None without shared_prefix.
+        shared: int32 [SHARED_FIELDS, max_batch], the stacks of a step, see csrc/schedule/shared_prefixes.h; None
+            without shared_prefix.
     """
 
     def __init__(
@@ -270,8 +272,8 @@ class DecodeSchedule:
                 results there, up to 15% slower.
             any_batch: one row tile for every batch and cache, so that every step has equally many partitions; implied
                 by batch_invariant. On those GPUs short calls of few requests take up to 1.7 times as long.
-            shared_prefix: read once what requests' block tables have in common; not beside batch_invariant, since then a
-                request's rounding depends on who shares its pages. The workspace is larger.
+            shared_prefix: read once what requests' block tables have in common; not beside batch_invariant, since then
+                a request's rounding depends on who shares its pages. The workspace is larger.
 
         Raises:
             ValueError: a count is below 1 or too large (at most MAX_COUNT, CTAs MAX_SMS, of etap_backend.limits; the
@@ -366,8 +368,9 @@ class DecodeSchedule:
         Args:
             seq_lens: int32 [batch <= max_batch] on the schedule's device, tokens of each request, new ones included.
             s_q: query tokens per request, at most max_s_q.
-            block_table: int32 [batch, max_pages] on the schedule's device, which the step's calls read; gaps between rows
-                are allowed. Required with shared_prefix, else ignored. Entries behind a request's tokens are not read.
+            block_table: int32 [batch, max_pages] on the schedule's device, which the step's calls read; gaps between
+                rows are allowed. Required with shared_prefix, else ignored. Entries behind a request's tokens are not
+                read.
             page_size: tokens of a page, with block_table.
 
         Returns:
@@ -391,13 +394,11 @@ class DecodeSchedule:
         shared = None
         if self.shared is not None:
             table, page_size = self._checked_pages(block_table, page_size)
-            if stack_shape(s_q * self.num_heads, self.num_sms).exists(batch):
+            stack = stack_shape(s_q * self.num_heads, self.num_sms)
+            if stack.exists(batch):
                 shared = self.shared
-                rows = (s_q, self.num_heads)
-                parts = (partitions, self.num_sms)
-                _build_shared(
-                    seq_lens, SharedScheduleCall(seq_lens, table, *buffers, shared, page_size, *rows, *parts, *costs)
-                )
+                numbers = (page_size, s_q, self.num_heads, stack.least_tiles, partitions, self.num_sms)
+                _build_shared(seq_lens, SharedScheduleCall(seq_lens, table, *buffers, shared, *numbers, *costs))
         if shared is None:
             _build(seq_lens, ScheduleCall(seq_lens, *buffers, partitions, self.fixed_splits, *costs))
         return BuiltSchedule(

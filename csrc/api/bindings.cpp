@@ -92,6 +92,7 @@ void build_schedule(const ScheduleCall& call) {
   ARGUMENT(int64_t, page_size)                   \
   ARGUMENT(int64_t, s_q)                         \
   ARGUMENT(int64_t, heads)                       \
+  ARGUMENT(int64_t, least_tiles)                 \
   ARGUMENT(int64_t, partitions)                  \
   ARGUMENT(int64_t, num_sms)                     \
   ARGUMENT(int64_t, split_rows)                  \
@@ -121,7 +122,7 @@ void build_shared_schedule(const SharedScheduleCall& call) {
       .s_q = int32_t(call.s_q),
       .stack_places = stack.places,
       .least_members = stack.least,
-      .least_tiles = least_stacked_tiles(call.num_sms),
+      .least_tiles = call.least_tiles,
   };
   own.seq_lens = plan.own_lens();
   own.merged = plan.places();
@@ -311,12 +312,12 @@ Shape shape(int64_t rows, int64_t num_sms, int64_t batch, bool fp8_cache, bool f
   return numbers(decode_shape(rows, {num_sms, batch, fp8_cache, fp8_math}));
 }
 
-// Of stacks of requests with so many rows: row tile, places, members that one needs.
-Tuple<int64_t, int64_t, int64_t> stack_numbers(int64_t rows, int64_t num_sms) {
+// Of stacks of requests with so many rows: row tile, places, members that one needs, tiles of all members that a batch needs.
+Tuple<int64_t, int64_t, int64_t, int64_t> stack_numbers(int64_t rows, int64_t num_sms) {
   check_at_least("rows", rows, 1);
   check_at_least("num_sms", num_sms, 1);
   const StackShape of = stack_shape(rows, num_sms);
-  return Tuple<int64_t, int64_t, int64_t>(int64_t(of.row_tile), int64_t(of.places), int64_t(of.least));
+  return Tuple<int64_t, int64_t, int64_t, int64_t>(int64_t(of.row_tile), int64_t(of.places), int64_t(of.least), of.least_tiles);
 }
 
 Shape sparse_decode_shape(int64_t heads) {
