@@ -73,6 +73,36 @@ struct QueryPointers {
         rope(static_cast<const Element*>(params.q_rope) + request * params.q_rope_stride_batch + threadIdx.x % kWarpSize * kUnitColumns) {}
 };
 
+// Whether a kernel decodes stacks of requests, too (see schedule/shared_prefixes.h and stack_shape): its query rows are then those
+// of several requests.
+template <class T>
+constexpr bool kStacks = !T::kSparse && (T::kRowTile == kMaxRowTile || T::kRowTile == kMaxRowTile / 4);
+
+// Where a stack's query row comes from. Rows of absent members do not exist; of a plan that was built again since, for another batch,
+// no request is taken that the call does not have.
+struct MemberRow {
+  int request;
+  int token;
+  int head;
+  bool exists;
+
+  CUTE_DEVICE MemberRow(const DecodeParams& params, int stack, int row) {
+    const int member = row / params.member_rows, rest = row - member * params.member_rows;
+    const int found = params.members[int64_t(stack) * params.stack_places + member];
+    exists = uint32_t(found) < uint32_t(params.requests);
+    request = exists ? found : 0;
+    token = rest / params.member_heads;
+    head = rest - token * params.member_heads;
+  }
+
+  CUTE_DEVICE int64_t latent(const DecodeParams& params) const {
+    return request * params.q_stride_batch + token * params.q_stride_token + head * params.q_stride_head;
+  }
+  CUTE_DEVICE int64_t rope(const DecodeParams& params) const {
+    return request * params.q_rope_stride_batch + token * params.q_rope_stride_token + head * params.q_rope_stride_head;
+  }
+};
+
 // Producer warps copy query rows of any strides. A warp takes every kWarps-th row and steps from row to row without a division.
 template <class T, int kWarps>
 CUTE_DEVICE void gather_queries(Shared<T>& shared, const DecodeParams& params, int partition, int row_group) {
@@ -89,6 +119,12 @@ CUTE_DEVICE void gather_queries(Shared<T>& shared, const DecodeParams& params, i
     shared.queries.acquire(at);
 #pragma unroll 1
     for (int row = warp; row < T::kRowTile; row += kWarps) {
+      if (kStacks<T> && params.members != nullptr) {
+        const QueryPointers<T> first(params, 0);
+        const MemberRow member(params, walk.request(), row);
+        copy_query_row<T>(shared, row, first.latent + member.latent(params), first.rope + member.rope(params), member.exists);
+        continue;
+      }
       const bool exists = token < params.s_q;  // rows of the tile behind the last one do not
       copy_query_row<T>(shared, row, exists ? q.latent + token * params.q_stride_token + head * params.q_stride_head : q.latent,
                         exists ? q.rope + token * params.q_rope_stride_token + head * params.q_rope_stride_head : q.rope, exists);

@@ -112,10 +112,22 @@ struct RawRows {
       ropes[i] = q_rope + token * params.q_rope_stride_token + head * params.q_rope_stride_head;
       for (head += kConsumerWarps; head >= params.heads; head -= params.heads) ++token;
     }
+    bool exist[kRows];
+    CUTE_UNROLL
+    for (int i = 0; i < kRows; ++i) exist[i] = row + i * kConsumerWarps < params.rows;
+    if (kStacks<T> && params.members != nullptr) {
+      CUTE_UNROLL
+      for (int i = 0; i < kRows; ++i) {
+        const MemberRow member(params, request, row + i * kConsumerWarps);
+        latents[i] = static_cast<const Source*>(params.q) + member.latent(params);
+        ropes[i] = static_cast<const Source*>(params.q_rope) + member.rope(params);
+        exist[i] = member.exists;
+      }
+    }
     wait();
     CUTE_UNROLL
     for (int i = 0; i < kRows; ++i) {
-      const bool exists = row + i * kConsumerWarps < params.rows;
+      const bool exists = exist[i];
       CUTE_UNROLL
       for (int u = 0; u < kLaneUnits; ++u) {
         const int column = (u * kWarpSize + lane) * kUnitColumns;
