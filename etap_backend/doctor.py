@@ -184,7 +184,7 @@ def check_library() -> Finding:
 def check_flags() -> Finding:
     """What the environment variables that both plugins read turn on."""
     try:
-        first, shared = engine_contract.is_first_choice(), engine_contract.shares_prefixes()
+        first, shared = engine_contract.is_on(engine_contract.AUTO_VARIABLE), engine_contract.shares_prefixes()
     except ValueError as error:
         return Finding(Verdict.BROKEN, str(error))
     found = f"{engine_contract.AUTO_VARIABLE}={first:d}, {engine_contract.SHARED_PREFIX_VARIABLE}={shared:d}"

@@ -21,18 +21,13 @@ SHARED_PREFIX_VARIABLE = "ETAP_SHARED_PREFIX"
 """1 reads pages that requests of dense models begin with once for several of them. Ranks may differ in it."""
 
 
-def is_first_choice() -> bool:
-    """Whether AUTO_VARIABLE is 1. Raises ValueError as `_is_on`."""
-    return _is_on(AUTO_VARIABLE)
-
-
 def shares_prefixes() -> bool:
-    """Whether SHARED_PREFIX_VARIABLE is 1. Raises ValueError as `_is_on`."""
-    return _is_on(SHARED_PREFIX_VARIABLE)
+    """Whether SHARED_PREFIX_VARIABLE is 1. Raises ValueError as `is_on`."""
+    return is_on(SHARED_PREFIX_VARIABLE)
 
 
-def _is_on(variable: str) -> bool:
-    """Whether it is 1; 0, empty and no value are off. Raises ValueError for another value."""
+def is_on(variable: str) -> bool:
+    """Whether a variable is 1; 0, empty and no value are off. Raises ValueError for another value."""
     value = os.environ.get(variable) or "0"  # compose files leave a variable empty
     if value not in ("0", "1"):
         raise ValueError(f"{variable}: wanted 0 or 1, got {value!r}")

@@ -203,7 +203,8 @@ def _drafts_remark(drafting: Drafting) -> str:
 def _shared_remark(plan: Plan, gpu: Gpu) -> str:
     """What a call and a step take where requests begin with the same pages."""
     if plan.shared is None or plan.shared.once_us is None:
-        return f"ETAP_SHARED_PREFIX=1 has no effect on calls of {plan.best.rows} query rows on {gpu.name}."
+        why = f"requests of so many query rows are not decoded together on {gpu.name}, or too little is common"
+        return f"ETAP_SHARED_PREFIX=1 has no effect here: {why}."
 
     def takes(us: float) -> str:
         return f"{us:.0f} us (a step {plan.fixed_ms + plan.best.layers * us / 1e3:.1f} ms)"

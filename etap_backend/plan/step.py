@@ -185,7 +185,7 @@ class Shared:
     tokens: int
     apart_us: float  # in pages of their own
     from_l2_us: tuple[float, ...]  # from least to most in the same pages, without the flag; empty where nobody read it
-    once_us: float | None  # in the same pages, with the flag; None where these requests cannot share
+    once_us: float | None  # in the same pages, with the flag; None where it has no effect
 
 
 @dataclass(frozen=True)
