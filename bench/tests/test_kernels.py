@@ -17,7 +17,7 @@ from bench.kernels import command, inputs, libraries, measure, providers
 from bench.kernels.floors import FLOORS, floor_for
 from bench.kernels.grids import Workload, read_grid
 from bench.kernels.measure import MAX_RMSE, Options, Row
-from bench.kernels.providers import BF16_CACHE, ETAP, FP8_MATH, Provider
+from bench.kernels.providers import BF16_CACHE, ETAP, FP8_MATH, SHARED, SHARED_MATH, Provider
 from etap_backend import _library, _operator
 from etap_backend.reference import relative_rmse
 
@@ -139,6 +139,17 @@ def test_etap_is_right_on_its_own_copy_and_wrong_on_another(kind, on_cpu, librar
     copies = row.pool.copies(row.workload, row.workload.fp8)
     other = own[ETAP].prepare(inputs.with_cache(row.inputs, row.workload.fp8))(*copies[(row.calls - 2) % len(copies)])
     assert len(copies) > 1 and relative_rmse(other, row.truth(row.workload.fp8)) > 0.1
+
+
+@pytest.mark.parametrize("kv_dtype", ["same", "fp8"])
+def test_shared_prefixes_have_columns_of_their_own(kv_dtype, on_cpu, library):
+    row = row_of(Workload("dense", 5, 1100, 8, kv_dtype=kv_dtype, common=1024))
+    table = row.inputs.block_table
+    assert (table[:, :16] == table[:1, :16]).all() and table.unique().numel() == 16 + 5 * 2
+    of = providers.with_shared_prefixes(providers.own())[row.workload.kind]
+    found = {name: row.judged(name, of[name], one) for name, one in row.record_all(of).items()}
+    assert [name for name in found if "shared" in name] == [SHARED, SHARED_MATH][: 1 + (kv_dtype == "fp8")]
+    assert {one["state"] for one in found.values()} == {"measured"}, found
 
 
 def test_a_wrong_call_has_no_time_and_refusals_are_named(on_cpu):
