@@ -4,9 +4,10 @@
 
 Dense cases have lengths from 0 to 70,000 tokens, 1 to 128 heads, 1 to 4 query tokens, caches in bfloat16, float16 and
 FP8, FP8 math, separate, aliased and shared pages, separate q_rope and any number of CTAs; `random_sparse_cases` lists
-the sparse ones. Everything that a call must not read is NaN, infinite or a wild page id. Outputs and workspace lie between
-guards; they hold NaN before the first run and infinities before the second. `support.compare` judges the errors. FP8
-math rounds wider queries: a result that is too far from float64 must be close to float64 of the rounded queries.
+the sparse ones. Everything that a call must not read is NaN, infinite or a wild page id. Outputs and workspace lie
+between guards; they hold NaN before the first run and infinities before the second. `support.compare` judges the
+errors. FP8 math rounds wider queries: a result that is too far from float64 must be close to float64 of the rounded
+queries.
 
 A case follows from seed and index alone and is printed as a constructor when it is wrong. Without a GPU the CPU
 executor runs small cases. The exit status is 0 if all `count` cases ran and none was wrong.

@@ -44,6 +44,7 @@ from etap_backend.sglang import model_support
 from etap_backend.sglang import prompts as prompts_module
 from etap_backend.sglang.prompts import prompt_runs
 from etap_backend.short_prompts import MAX_RUNS, equal_runs
+from support.cases import stacked_from
 from support.sglang_layer import (
     CONTEXT,
     DRAFTS,
@@ -217,8 +218,9 @@ class Problem:
 
     def share(self, common):
         """Let requests begin with the first one's tokens, in its pages."""
-        for request, rows, slots in zip(self.requests[1:].tolist(), self.kv[1:], self.slots[1:], strict=True):
-            tokens = min(common, len(rows)) // self.runner.page_size * self.runner.page_size
+        others = zip(self.requests.tolist(), self.kv, self.slots, self.new, strict=True)
+        for request, rows, slots, new in list(others)[1:]:
+            tokens = min(common, len(rows) - new) // self.runner.page_size * self.runner.page_size
             rows[:tokens], slots[:tokens] = self.kv[0][:tokens], self.slots[0, :tokens]
             self.runner.req_to_token_pool.req_to_token[request, :tokens] = slots[:tokens]
         self.write()
@@ -969,7 +971,10 @@ def test_metadata_captured_in_a_cuda_graph_serves_later_steps(make, mode, page):
 
 @pytest.fixture
 def shared_prefix(monkeypatch):
+    """However little a step shares."""
     monkeypatch.setenv("ETAP_SHARED_PREFIX", "1")
+    with stacked_from(0):
+        yield
 
 
 def stacks(backend):
@@ -991,11 +996,11 @@ def test_a_shared_prefix_is_read_once(make, shared_prefix, page, ahead):
 
 
 def test_plans_are_made_of_the_tables_that_calls_read(make, monkeypatch, shared_prefix):
-    runner, backend = make(page_size=1)
+    runner, backend = make(page_size=1, heads=8)
     given, build = [], backend_module.DecodeSchedule.build
     record = lambda *of, **more: given.append(more) or build(*of, **more)  # noqa: E731
     monkeypatch.setattr(backend_module.DecodeSchedule, "build", record)
-    backend.init_forward_metadata(Problem(runner, [70, 129, 300], s_q=[3, 5, 5]).batch(EXTEND))
+    backend.init_forward_metadata(Problem(runner, [70, 129, 300], s_q=[3, 4, 4]).batch(EXTEND))
     assert [more["page_size"] for more in given] == [1, 1]
     for more, call in zip(given, backend.forward_metadata, strict=True):
         assert more["block_table"].data_ptr() == call.block_table.data_ptr()

@@ -10,16 +10,16 @@ import torch
 from vllm.config import CUDAGraphMode, set_current_vllm_config
 from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backends
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import compute_nixl_compatibility_hash
-from vllm.platforms import current_platform
 from vllm.v1.attention import selector
 from vllm.v1.attention.backends.mla.flashmla_sparse import FlashMLASparseBackend
 from vllm.v1.worker import workspace
 
 from etap_backend import DecodeSchedule
-from etap_backend.vllm import log
+from etap_backend.vllm import impl, log, metadata
 from etap_backend.vllm.metadata import claim_workspace
 from etap_backend.vllm.policy import Policy
 from etap_backend.vllm.sparse import ETAPSparseBackend
+from support.cases import stacked_from
 from support.vllm_layer import (
     BLOCK,
     CACHES,
@@ -92,10 +92,16 @@ def test_a_prefix_that_requests_share_is_read_by_each(make, block, shared):
 
 @pytest.fixture
 def shared_prefix(monkeypatch):
+    """On an H200, however little a step shares."""
     monkeypatch.setenv("ETAP_SHARED_PREFIX", "1")
+    for module in (impl, metadata):
+        monkeypatch.setattr(module, "num_compute_units", lambda *_: H200_SMS)
+    with stacked_from(0):
+        yield
 
 
-COMMON, SHARING = 1024, [1100, 1340, 1025, 1200, 1090, 129]
+H200_SMS = 132
+COMMON, SHARING = 1024, [1100, 1340, 1025, 1200, 1090, 1030, 129]
 
 
 def sharing(lengths, s_q, **options):
@@ -119,7 +125,7 @@ def stacks(step):
     (SHARING, 1, {}, BLOCK),
     (SHARING, 1, {"heads": 8}, 16),
     (SHARING, 2, ONE_DRAFT, BLOCK),
-    (SHARING, [4, 1, 4, 2, 1, 3], SPECULATIVE, BLOCK),  # token by token
+    (SHARING, [4, 1, 4, 2, 1, 3, 2], SPECULATIVE, BLOCK),  # token by token
 ], ids=str)  # fmt: skip
 def test_a_shared_prefix_is_read_once(make, shared_prefix, cache, lengths, s_q, arguments, block):
     layer, builder = make(block_size=block, kv_cache_dtype=cache, **arguments)
@@ -154,7 +160,7 @@ def test_a_graph_reads_what_later_steps_share(make, shared_prefix, replay):
 
 @pytest.mark.parametrize("lengths, s_q, arguments", [
     ([70, 129, 300], [1, 37, 37], {}),
-    (SHARING, [4, 1, 4, 2, 1, 3], SPECULATIVE),
+    (SHARING, [4, 1, 4, 2, 1, 3, 2], SPECULATIVE),
 ], ids=["short prompts", "token by token"])  # fmt: skip
 def test_plans_are_made_of_the_tables_that_calls_read(make, monkeypatch, lengths, s_q, arguments):
     _, builder = make(block_size=16, **arguments)
@@ -169,13 +175,13 @@ def test_plans_are_made_of_the_tables_that_calls_read(make, monkeypatch, lengths
         assert (found.data_ptr(), found.shape, found.stride()) == (table.data_ptr(), table.shape, table.stride())
 
 
-def test_the_workspace_of_shared_prefixes_is_reserved_and_the_log_names_them(make_layer, monkeypatch):
+def test_the_workspace_of_shared_prefixes_is_reserved_and_the_log_names_them(make_layer, monkeypatch, shared_prefix):
     lines, floats = [], {}
     monkeypatch.setattr(log.logger, "info_once", lines.append)
     for value in ("", "1"):
         monkeypatch.setenv("ETAP_SHARED_PREFIX", value)
         layer, config = make_layer(max_num_seqs=256)
-        floats[value] = Policy.of(config, HEADS).workspace_floats(current_platform.num_compute_units())
+        floats[value] = Policy.of(config, HEADS).workspace_floats(H200_SMS)
         assert ("shared prefixes read once" in lines[-1]) == bool(value)
     assert floats["1"] > floats[""]
     layer.impl.reserve_workspace()
@@ -183,6 +189,7 @@ def test_the_workspace_of_shared_prefixes_is_reserved_and_the_log_names_them(mak
     builder, problem = make_builder(layer, config), sharing(SHARING, 1)
     assert builder.schedules[0].max_workspace_floats == floats["1"]
     step = builder.build(0, problem.common_metadata())
+    assert stacks(step) > 0
     assert_as_exact_as_torch(decode(layer, problem, step), problem, weight_of(layer))
 
 
