@@ -138,7 +138,7 @@ class Stacks:
         _, _, _, first_tiles, places, lens, offsets, *members, counts = call.shared.tolist()
         count, flat = counts[0], members[0] + members[1]
         return cls(
-            [[m for m in flat[s * room : (s + 1) * room] if m >= 0] for s in range(count)],
+            [[m for m in flat[s * room : (s + 1) * room] if 0 <= m < call.batch] for s in range(count)],
             [length // TILE_TOKENS for length in lens[:count]],
             offsets[: count + 1] if count else [0],
             first_tiles[: call.batch],

@@ -133,7 +133,7 @@ def find(pretty_function: str, sources: tuple[str, ...]) -> tuple[str, str]:
     pretty_function: the function's name with its template arguments, which are the kernel's; see `decode_launches`.
     """
     if "prepare_merge" in pretty_function:
-        return "merge", *module("merge").names
+        return "merge", *module("merge").names.values()
     called = _combine_kernel(pretty_function)
     inner = re.escape(_short(_template_arguments(pretty_function)))
     pattern = re.compile(rf"{called}<(\w+::)?{inner}(, true)?>\(")  # kWholeTiles' default
@@ -381,7 +381,7 @@ def run_find_stacks(shared, seq_lens, block_table, page_size: int, s_q: int, pla
     params = bytes(SharedParams(*addresses, *numbers))
     names = module("shared_prefixes").names
     for kernel, blocks, threads in [("order", 1, 1024), ("compare", len(seq_lens), 1024), ("stack", 1, 256)]:
-        (name,) = (name for name, full in names.items() if f"{kernel}_kernel" in full)
+        (name,) = (name for full, name in names.items() if f"{kernel}_kernel" in full)
         Kernel(module("shared_prefixes"), name).launch((blocks, 1), threads, 0, [params], memory)
     shared.copy_(plan)
 

@@ -18,7 +18,7 @@ from etap_backend import (
 )
 from etap_backend._library import library
 from etap_backend._operator import SCHEMA_TYPES
-from etap_backend.calls import DenseCall, ScheduleCall, SparseCall, TopKCall
+from etap_backend.calls import DenseCall, ScheduleCall, SharedScheduleCall, SparseCall, TopKCall
 from support.cases import Case, build, decode
 from support.compare import check, truth
 
@@ -129,7 +129,7 @@ REFUSED_ALONE = {
     name: (name, BYTES)
     for name in (
         *("q", "kv_cache", "q_scale", "kv_scale", "block_table", "seq_lens"),
-        *("work_ranges", "split_offsets", "workspace", "out", "lse"),
+        *("work_ranges", "split_offsets", "shared", "workspace", "out", "lse"),
     )
 } | {
     "softmax_scale": ("softmax_scale", 0.0),
@@ -164,7 +164,8 @@ def test_each_argument_reaches_the_place_of_its_name(monkeypatch, field):
 
 
 def test_the_library_tells_the_arguments_that_python_gives_it():
-    calls = {"decode": DenseCall, "sparse_decode": SparseCall, "build_schedule": ScheduleCall, "top_k": TopKCall}
+    calls = {"decode": DenseCall, "sparse_decode": SparseCall, "top_k": TopKCall}
+    calls |= {"build_schedule": ScheduleCall, "build_shared_schedule": SharedScheduleCall}
     assert set(library().arguments()) == set(calls)
     for name, call in calls.items():
         given = [f"{SCHEMA_TYPES[kind]} {argument}" for argument, kind in get_type_hints(call).items()]
@@ -181,6 +182,8 @@ DENSE_SPOILED = [
     ("work_ranges", torch.zeros(8, 7, dtype=torch.int32), ValueError, "work_ranges"),
     ("split_offsets", torch.zeros(4), TypeError, "split_offsets"),
     ("split_offsets", torch.zeros(3, dtype=torch.int32), ValueError, "split_offsets"),
+    ("shared", torch.zeros(9, 8, dtype=torch.int32), ValueError, "shared"),
+    ("shared", torch.zeros(10, 2, dtype=torch.int32), ValueError, "shared"),
     ("workspace", torch.zeros(99), ValueError, "workspace"),
     ("q", torch.zeros(3, 32, 576), ValueError, "q"),
     ("softmax_scale", NAN, ValueError, "softmax_scale"),
