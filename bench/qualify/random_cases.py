@@ -94,11 +94,11 @@ def random_case(seed: int, index: int, device: str) -> Case:
     if case.kv_torch_dtype == torch.float16:  # the tiles of such a cache are copied whole
         layout = "dense" if case.cache_layout == "apart" else case.cache_layout
         case = replace(case, page_size=-(-case.page_size // 64) * 64, cache_layout=layout)
-    if not case.aliased and draw.random() < 0.15:  # requests begin with the same pages, and many fill a row tile
+    fills_a_tile = 64 % (case.heads * case.s_q) == 0  # with other requests that begin with the same pages
+    if fills_a_tile and not case.aliased and draw.random() < 0.5:
         common = draw.randint(512, 600 if device == "cpu" else 3000)
         lengths = tuple(common + 1 + length for length in case.lengths)
-        shared = {"lengths": lengths, "prefixes": ((len(lengths), common),), "s_q": min(case.s_q, 2)}
-        case = replace(case, heads=draw.choice([8, 16, 32]), **shared)
+        case = replace(case, lengths=lengths, prefixes=((len(lengths), common),))
     return case
 
 
