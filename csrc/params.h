@@ -188,8 +188,8 @@ struct DecodeParams : ResultParams {
   const int32_t* members = nullptr;      // [batch, stack_places], requests of q and block_table, -1: none
   const int32_t* stack_count = nullptr;  // of this step
   int32_t requests = 0;                  // of q and block_table
-  int32_t member_rows = 0;
-  int32_t member_heads = 0;
+  int32_t member_row_bits = 0;           // of a row's number within its member; rows fill tiles, so they are powers of two
+  int32_t member_head_bits = 0;
 };
 
 // Partial results as the merge of a call with shared prefixes reads them: of stacks, or of what requests have of their own.

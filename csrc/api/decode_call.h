@@ -358,8 +358,8 @@ inline SharedDecode shared_decode(const DecodeCall& call) {
   stacks.members = plan.members();
   stacks.stack_count = plan.stack_count();
   stacks.requests = own.batch;
-  stacks.member_rows = own.rows;
-  stacks.member_heads = own.heads;
+  while (1 << stacks.member_row_bits < own.rows) ++stacks.member_row_bits;
+  while (1 << stacks.member_head_bits < own.heads) ++stacks.member_head_bits;
   own.first_tiles = plan.first_tiles();
 
   const auto runs = [](const DecodeParams& of) {

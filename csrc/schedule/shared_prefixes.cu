@@ -8,7 +8,6 @@
 #include "common/cuda_check.h"
 #include "common/ptx.cuh"
 #include "common/warp.cuh"
-#include "decode/shape.h"
 
 namespace etap {
 namespace {

@@ -114,7 +114,7 @@ class SplitWalk {
 // does not have.
 CUTE_DEVICE const int32_t* table_row(const DecodeParams& params, int request) {
   if (params.members != nullptr) {
-    const int member = params.members[int64_t(request) * params.stack_places];
+    const int member = params.members[request * params.stack_places];
     request = uint32_t(member) < uint32_t(params.requests) ? member : 0;
   }
   return params.block_table + request * params.block_table_stride;
