@@ -12,7 +12,6 @@ from etap_backend.schedule import stack_shape
 FROM_L2 = {("bfloat16", ETAP): (0.43, 0.63), ("fp8", ETAP): (0.90, 1.10), ("fp8", FP8_MATH): (0.61, 0.69)}
 """Without the flag: a call's time where L2 finds common pages, over that with pages apart. Read on an H200 at commit
 f26c4cd, 16 heads, requests of equal to ragged lengths."""
-READ_SMS = 100  # a GPU with fewer is not like an H200
 MERGE_US = 5.0  # a launch, and the partials of some 64 requests
 
 
@@ -23,7 +22,7 @@ def predict(model: Model, gpu: Gpu, on: Deployment, plan: Plan, tokens: int) -> 
         raise ValueError(f"shared_prefix: wanted {wanted}, got {tokens}")
     kernel, rows, sms = FP8_MATH if plan.best is plan.fp8_math else ETAP, query_rows(model, on), int(gpu.sms.value)
     stack, common, apart = stack_shape(rows, sms), -(-tokens // on.dcp), plan.best.call_us
-    from_l2 = tuple(factor * apart for factor in FROM_L2[on.cache, kernel]) if sms >= READ_SMS else ()
+    from_l2 = tuple(factor * apart for factor in FROM_L2[on.cache, kernel]) if sms >= 100 else ()  # not an H20's
     if not stack.exists(on.local_batch) or common // TILE_TOKENS * on.local_batch < stack.least_tiles:
         return Shared(tokens, apart, from_l2, None)
 
