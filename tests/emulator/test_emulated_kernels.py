@@ -410,12 +410,17 @@ def test_scores_far_below_zero_are_attended_to(heads, num_sms):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("source", ["sixteen_bit", "fp8", "fp8_math"])
 def test_decode_waits_for_its_predecessor_before_it_lets_the_combine_kernel_begin(source):
-    """The combine kernel reads the list of split requests as soon as it begins."""
+    """The combine kernel reads the list of split requests as soon as it begins.
+
+    Behind a call of stacks that finds none comes another decode kernel: there one CTA triggers first and then waits.
+    """
     module = kernels.module(source)
     for name in module.names.values():
         opcodes = [item.opcode for item in Entry(module, name).instructions() if "griddepcontrol" in item.parts]
         triggers = [i for i, opcode in enumerate(opcodes) if opcode == "griddepcontrol.launch_dependents"]
-        assert triggers and all(i > 0 and opcodes[i - 1] == "griddepcontrol.wait" for i in triggers)
+        first = [i for i in triggers if i == 0 or opcodes[i - 1] != "griddepcontrol.wait"]
+        stacks = any(rows in name for rows in ("ELi16E", "query_major", "SharedTiles", "mixed_major"))
+        assert triggers and len(first) <= stacks and all(opcodes[i + 1] == "griddepcontrol.wait" for i in first)
 
 
 # Tiles with new tokens alone, behind others, and two of them; requests of one CTA, one of several, and nearly as many
@@ -495,6 +500,7 @@ CASES = {
     "transposed single tiles": Case((64, 40, 64, 1, 64, 64), num_sms=1),
     "transposed early": Case((200, 449), num_sms=1),
     "query_major stacks": sharing("bf16", *SHARED[0]),
+    "query_major stacks early": sharing("bf16", *SHARED[0]),
     "transposed rows": Case((200, 449), num_sms=1, page_size=1),
     "transposed parts": Case((200, 449), num_sms=1, page_size=32),
     "query_major rows": Case((200, 449), heads=64, num_sms=1, page_size=1),
@@ -532,7 +538,7 @@ FAULTS = {  # by kernel and mark (see csrc/common/mark.h): what the emulator say
     ("transposed early", "queries_wait"): "without having waited",
     ("transposed early", "first_split_wait"): "without having waited",
     ("query_major stacks", "stacks_wait"): "without having waited",
-    ("query_major stacks", "rope_wait"): "in flight",
+    ("query_major stacks early", "queries_wait"): "without having waited",
     ("transposed rows", "rows_room"): "deadlock|in flight|inf/NaN elsewhere|cosine|more arrivals",
     ("transposed rows", "rows_wait"): "in flight",
     ("transposed rows", "rows_fence"): "inf/NaN elsewhere",
