@@ -106,6 +106,13 @@ struct SharedScheduleCall {
 void build_shared_schedule(const SharedScheduleCall& call) {
   ScheduleParams own = schedule_params({call.seq_lens, call.work_ranges, call.split_offsets, call.partitions, 0, call.split_rows,
                                         call.split_cost, call.single_tiles});
+  check_at_least("page_size", call.page_size, 1);
+  check_at_least("s_q", call.s_q, 1);
+  check_at_least("heads", call.heads, 1);
+  check_at_least("num_sms", call.num_sms, 1);
+  if (own.batch > kMostShared) {
+    TVM_FFI_THROW(ValueError) << "seq_lens: wanted at most " << kMostShared << " requests that share prefixes, got " << own.batch;
+  }
   const DLDevice device = call.work_ranges.device();
   const StackShape stack = stack_shape(call.s_q * call.heads, call.num_sms);
   check_shared(call.shared, call.work_ranges, device, stack, own.batch, own.partitions, call.num_sms);

@@ -112,12 +112,12 @@ struct StackShape {
   constexpr int64_t most_stacks(int64_t batch) const { return batch / least; }
 };
 
-// A tile of 64 rows takes 2.1 us where L2 has it, one of 16 rows 0.95 (an H200, bf16): three requests of four places pay, two do not.
-// Where tensor cores are few, a tile of 64 rows takes what four of 16 do; there two requests of 8 rows gain what one of 16 pads.
+// Where L2 has the cache, a tile of 64 rows takes 2.1 us and one of 16 rows 0.95 (an H200, bf16): three requests of four places pay, two
+// do not. Where tensor cores are few, a tile of 64 rows takes as long as four of 16; there two requests of 8 rows share one of 16.
 constexpr StackShape stack_shape(int64_t rows, int64_t num_sms) {
   const bool few = few_tensor_cores(num_sms);
   const int32_t row_tile = few ? kSmallGroup : kMaxRowTile;
-  const bool fits = row_tile % rows == 0 && (!few || rows == kMinRowTile);
+  const bool fits = rows > 0 && row_tile % rows == 0 && (!few || rows == kMinRowTile);
   const auto places = int32_t(fits ? row_tile / rows : 1);
   return {row_tile, places, (3 * places + 3) / 4, 32 * num_sms};
 }

@@ -212,6 +212,24 @@ def test_a_direct_call_of_the_library_is_refused_as_well(name, make, spoiled, fu
         getattr(library(), function.format(name))(*make(device, **{argument: value}))
 
 
+@pytest.mark.parametrize("name, value, named", [
+    ("page_size", 0, "page_size"), ("s_q", 0, "s_q"), ("heads", 0, "heads"), ("num_sms", 0, "num_sms"),
+    ("num_sms", 133, "work_ranges"), ("heads", 48, "shared"), ("split_cost", 0, "split_cost"),
+    ("shared", torch.zeros(9, 4, dtype=torch.int32), "shared"),
+    ("shared", torch.zeros(10, 3, dtype=torch.int32), "shared"),
+    ("block_table", torch.zeros(3, 9, dtype=torch.int32), "block_table"),
+    ("work_ranges", torch.zeros(263, 8, dtype=torch.int32), "work_ranges"),
+])  # fmt: skip
+def test_a_direct_build_of_shared_prefixes_is_refused_as_well(name, value, named):
+    schedule = DecodeSchedule(4, 16, device="cpu", num_sms=132, shared_prefix=True)
+    buffers = (schedule.work_ranges, schedule.split_offsets, schedule.shared)
+    lengths, table = torch.ones(4, dtype=torch.int32), torch.zeros(4, 9, dtype=torch.int32)
+    call = SharedScheduleCall(lengths, table, *buffers, 64, 1, 16, 0, 132, 132, 16, 2, 4)
+    library().build_shared_schedule(*call)
+    with pytest.raises((ValueError, TypeError), match=rf"^{named}\b.*: wanted"):
+        library().build_shared_schedule(*call._replace(**{name: value}))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["split_offsets", "workspace", "work_ranges"])
 def test_a_direct_call_with_parts_of_a_schedule_elsewhere_is_refused(name):
