@@ -21,7 +21,7 @@ from bench.report import text_of
 TRAINED, V4 = "build/models/trained", "build/models/v4"
 MODELS = {TRAINED: "bench.models.train", V4: "bench.models.v4"}
 KERNELS = {name: f"kernels {name} --behind" for name in ("targets", "targets-fp8", "short", "sparse", "v4")}
-KERNELS |= {name: f"kernels {name}" for name in ("heads", "mtp", "pages", "paper", "sparse-prefill")}
+KERNELS |= {name: f"kernels {name}" for name in ("heads", "mtp", "pages", "paper", "shared", "sparse-prefill")}
 KERNELS |= {"heads-fp8": "kernels heads --kv-dtype fp8", "top-k": "top-k"}
 KERNELS |= {name: f"kernels {name} --no-validate --replays 5 --skip triton" for name in ("wide", "wide-64")}
 PROXY = ("targets", "targets-fp8", "heads-fp8", "mtp", "paper", "sparse", "v4")

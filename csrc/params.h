@@ -39,6 +39,9 @@ struct ScheduleParams {
   int32_t split_rows;    // query rows by which a split is dear, those of a CTA, or kCheapSplits; nothing to fixed splits
   int32_t split_cost;    // what a request's split takes beside its tiles, in tiles
   int32_t single_tiles;  // requests of at most so many tiles may be cut into single ones where each tile has a partition
+  const int32_t* batch_count = nullptr;  // what the device knows of the batch, which is then the most; null: `batch`
+  // [batch]; those with 0 or more there have a partial result even when one split is all of them; null: none.
+  const int32_t* merged = nullptr;
 };
 
 enum class QueryType : int32_t { kBFloat16, kFloat16, kE4M3 };
@@ -177,6 +180,39 @@ struct DecodeParams : ResultParams {
   // Sparse attention alone, where each query token is a request of its own, and no schedule divides the work: there are no
   // work_ranges, split_offsets, seq_lens and block_table.
   SparseParams sparse = {};
+  // Dense attention alone, where requests share prefixes (see schedule/shared_prefixes.h). A call of stacks has `members`; each stack
+  // is a request of one token whose rows are those of its members.
+  int32_t last_slot = 0;                 // of the workspace
+  int32_t stack_places = 0;              // members that a stack has room for
+  const int32_t* first_tiles = nullptr;  // [batch], where a request's own tiles begin; null: at 0
+  const int32_t* members = nullptr;      // [batch, stack_places], requests of q and block_table, -1: none
+  const int32_t* stack_count = nullptr;  // of this step
+  int32_t requests = 0;                  // of q and block_table
+  int32_t member_row_bits = 0;           // of a row's number within its member; rows fill tiles, so they are powers of two
+  int32_t member_head_bits = 0;
+};
+
+// Partial results as the merge of a call with shared prefixes reads them: of stacks, or of what requests have of their own.
+struct PartialRuns {
+  const float* out;
+  const float* lse;
+  const int32_t* offsets;  // [stacks or requests, + 1], of the slots
+  int32_t slots;
+  int32_t slot_rows;
+  int32_t row_tile;
+  PartialLayout layout;
+};
+
+struct MergeParams {
+  PartialRuns runs[2];    // of stacks, of requests
+  const int32_t* places;  // [batch], a request's place among all stacks' members; -1: none
+  int32_t stack_places;
+  int32_t batch;
+  int32_t rows;
+  float empty_lse;
+  bool float16_out;
+  void* out;   // [batch, rows, 512]
+  float* lse;  // [batch, rows]
 };
 
 // The query rows as TMA sees them, when their heads fill row tiles: (64 columns, heads, query tokens, column chunks,

@@ -10,7 +10,7 @@ import tvm_ffi
 
 import etap_backend
 
-ABI_VERSION = 14
+ABI_VERSION = 15
 """The library's `abi_version()` must return this; it rises whenever a compiled function changes its arguments."""
 
 PATH_VARIABLE = "ETAP_LIBRARY"

@@ -21,6 +21,7 @@ class DenseCall(NamedTuple):
     seq_lens: Tensor
     work_ranges: Tensor
     split_offsets: Tensor
+    shared: Tensor | None
     workspace: Tensor
     out: Tensor
     lse: Tensor
@@ -88,6 +89,37 @@ class ScheduleCall(NamedTuple):
     split_offsets: Tensor
     partitions: int
     fixed_splits: int
+    split_rows: int
+    split_cost: int
+    single_tiles: int
+
+
+class SharedScheduleCall(NamedTuple):
+    """The library's `build_shared_schedule`: a step's stacks, and both schedules.
+
+    Attributes:
+        seq_lens: int32 [batch].
+        block_table: int32 [batch, max_pages].
+        work_ranges, split_offsets, shared: the buffers to fill; the stacks' ranges lie behind the first `partitions`.
+        page_size: tokens of a page.
+        s_q, heads: of the calls.
+        least_tiles: tiles of all members in their stacks, below which there are none.
+        partitions: partitions of the requests' own tiles.
+        num_sms: partitions of the stacks' tiles.
+        split_rows, split_cost, single_tiles: as for a ScheduleCall.
+    """
+
+    seq_lens: Tensor
+    block_table: Tensor
+    work_ranges: Tensor
+    split_offsets: Tensor
+    shared: Tensor
+    page_size: int
+    s_q: int
+    heads: int
+    least_tiles: int
+    partitions: int
+    num_sms: int
     split_rows: int
     split_cost: int
     single_tiles: int

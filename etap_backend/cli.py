@@ -103,6 +103,8 @@ def _add_plan(commands) -> None:
     plan.add_argument("--drafts", action="store_true", help=text)
     text = "for --drafts: the share of drafts accepted where those before them are (default: a published one)"
     plan.add_argument("--acceptance", type=float, default=None, help=text)
+    text = "tokens that all requests begin with, such as 16K: a call and a step with ETAP_SHARED_PREFIX=1, predicted"
+    plan.add_argument("--shared-prefix", default=None, help=text)
     plan.add_argument("--json", action="store_true", help="print everything as JSON")
 
 

@@ -92,7 +92,8 @@ def mla_decode(
         seq_lens: int32 [batch], tokens of each request, new ones included. The result is right for any lengths; the
             work is divided for the lengths that the schedule was built from.
         schedule: what `DecodeSchedule.build` returned this step, for this batch, s_q and number of heads. If that
-            schedule was built again since, the results are wrong (on the CPU ValueError is raised).
+            schedule was built again since, the results are wrong (on the CPU ValueError is raised). If it shares
+            prefixes, block_table and seq_lens must hold what they held in `build`.
         softmax_scale: factor of the scores before softmax.
         q_rope: [batch, s_q, heads, 64], dtype of q, the same freedom of strides.
         rope_cache: [pages, page_size, 64] or [pages, page_size, 1, 64], dtype of kv_cache, the same freedom of strides.
@@ -138,6 +139,7 @@ def mla_decode(
         seq_lens,
         schedule.work_ranges,
         schedule.split_offsets,
+        schedule.shared,
         workspace,
         out,
         lse,

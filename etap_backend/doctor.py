@@ -184,6 +184,16 @@ def check_library() -> Finding:
     return Finding(Verdict.OK, f"ABI version {version}, {path}", "" if beside else f"serves the sources in {SOURCES}")
 
 
+def check_flags() -> Finding:
+    """What the environment variables that both plugins read turn on."""
+    try:
+        values = ", ".join(f"{name}={engine_contract.is_on(name):d}" for name in engine_contract.FLAGS)
+    except ValueError as error:
+        return Finding(Verdict.BROKEN, str(error))
+    words = "the default backend; a dense model's shared prefixes read once; a sparse model's tokens selected"
+    return Finding(Verdict.OK, values, words)
+
+
 def _run_python(program: str, seconds: float) -> subprocess.CompletedProcess:
     """Run a program in another process. Raises TimeoutExpired after so many seconds, whatever goes on running."""
     pipes: dict = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
@@ -251,6 +261,7 @@ def check_plugin(plugin: Plugin) -> Finding:
 def run(options: object = None) -> int:
     """Print each finding as it comes; gives 1 when something is broken, else 0."""
     checks: dict[str, Callable[[], Finding]] = {"driver": check_driver, "GPU": check_gpu, "library": check_library}
+    checks["flags"] = check_flags
     engines = {plugin.engine.name: lambda plugin=plugin: check_plugin(plugin) for plugin in PLUGINS}
     checks |= engines
     print(f"etap-backend {__version__} in {SOURCES}, torch {torch.__version__}")

@@ -17,28 +17,33 @@ CHEAP_PAGE_ROWS = 32
 """Most query rows with which pages smaller than a tile cost little."""
 AUTO_VARIABLE = "ETAP_AUTO"
 """1 makes ETAP an engine's first choice for models that it serves, where no attention backend is named."""
+SHARED_PREFIX_VARIABLE = "ETAP_SHARED_PREFIX"
+"""1 reads pages that requests of dense models begin with once for several of them. Ranks may differ in it."""
 TOP_K_VARIABLE = "ETAP_TOP_K"
 """0 leaves to the engine which tokens a sparse model's indexer selects."""
+FLAGS = {AUTO_VARIABLE: "0", SHARED_PREFIX_VARIABLE: "0", TOP_K_VARIABLE: "1"}
+"""The environment variables that both plugins read, with what an empty one or none means."""
 
 
-def is_first_choice() -> bool:
-    """Whether AUTO_VARIABLE is 1; 0, empty and no value are off. Raises ValueError for another value."""
-    return _is_on(AUTO_VARIABLE, "0")
+def shares_prefixes() -> bool:
+    """Whether SHARED_PREFIX_VARIABLE is 1. Raises ValueError as `is_on`."""
+    return is_on(SHARED_PREFIX_VARIABLE)
 
 
-def _is_on(variable: str, default: str) -> bool:
-    value = os.environ.get(variable) or default  # compose files leave a variable empty
+def is_on(variable: str) -> bool:
+    """Whether one of FLAGS is 1. Raises ValueError for another value than 0 and 1."""
+    value = os.environ.get(variable) or FLAGS[variable]  # compose files leave a variable empty
     if value not in ("0", "1"):
         raise ValueError(f"{variable}: wanted 0 or 1, got {value!r}")
     return value == "1"
 
 
 def why_engines_top_k(k: int, modes: dict[str, bool]) -> str | None:
-    """Say why not ETAP but the engine selects an indexer's k tokens, or None; raises as `is_first_choice`.
+    """Say why not ETAP but the engine selects an indexer's k tokens, or None; raises as `is_on`.
 
     `modes` are those in which the engine has to, by name, and whether they are on.
     """
-    reasons = {f"{TOP_K_VARIABLE}=0": not _is_on(TOP_K_VARIABLE, "1"), f"index_topk {k}": k not in (512, 1024, 2048)}
+    reasons = {f"{TOP_K_VARIABLE}=0": not is_on(TOP_K_VARIABLE), f"index_topk {k}": k not in (512, 1024, 2048)}
     return next((reason for reason, holds in (reasons | modes).items() if holds), None)
 
 
@@ -158,8 +163,13 @@ def small_pages_text(page_size: int, rows: int) -> str | None:
     return f"{found}: with more than {CHEAP_PAGE_ROWS}, decoding may take much longer than with pages of {TILE_TOKENS}"
 
 
-def types_text(dtype: torch.dtype, fp8_cache: bool, fp8_math: bool) -> str:
-    """The types of KV cache and math, for the engines' logs; `dtype` is the model's."""
+def no_shared_prefix_text() -> str:
+    """The end of a line of the log on sparse attention, where a token has a list of its own."""
+    return f"; {SHARED_PREFIX_VARIABLE}=1 has no effect on it" if shares_prefixes() else ""
+
+
+def types_text(dtype: torch.dtype, fp8_cache: bool, fp8_math: bool, shared_prefix: bool) -> str:
+    """KV cache, math and whether shared prefixes are read once, for the engines' logs; `dtype` is the model's."""
     model, fp8 = dtype_name(dtype), "FP8 (e4m3)"
     math = fp8 if fp8_math else "float16" if fp8_cache else model
-    return f"KV cache {fp8 if fp8_cache else model}, math {math}"
+    return f"KV cache {fp8 if fp8_cache else model}, math {math}" + ", shared prefixes read once" * shared_prefix

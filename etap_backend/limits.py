@@ -26,6 +26,10 @@ MAX_COUNT = 2**30
 MAX_SMS = 2**12
 """Most CTAs that a call is divided for."""
 WORK_RANGE_FIELDS = 8
+SHARED_FIELDS = 10
+"""Rows of the buffer that describes the stacks of a step whose requests share prefixes."""
+MOST_SHARED = 2**12
+"""Most requests of a schedule with shared_prefix: one block sorts them."""
 COMPUTE_CAPABILITY = (9, 0)
 DTYPES = (torch.bfloat16, torch.float16)
 FP8 = torch.float8_e4m3fn

@@ -8,9 +8,18 @@ import torch
 from torch import Tensor
 
 from etap_backend._library import library
-from etap_backend._operator import Operator, constant_result, library_function, schema
-from etap_backend.calls import ScheduleCall
-from etap_backend.limits import MAX_COUNT, MAX_SMS, WORK_RANGE_FIELDS, count, dtype_name
+from etap_backend._operator import Operator, constant_result, library_function, schema, type_name
+from etap_backend.calls import ScheduleCall, SharedScheduleCall
+from etap_backend.limits import (
+    LATENT_DIM,
+    MAX_COUNT,
+    MAX_SMS,
+    MOST_SHARED,
+    SHARED_FIELDS,
+    WORK_RANGE_FIELDS,
+    count,
+    dtype_name,
+)
 
 BATCH_INVARIANT_BYTES = 60 * 2**20
 """Workspace that a batch-invariant schedule may take for splitting requests."""
@@ -26,6 +35,12 @@ CPU_SMS = 8
 _build = Operator(
     schema("build_schedule", ScheduleCall, written=("work_ranges", "split_offsets")),
     *(library_function("build_schedule"),) * 2,
+)
+
+
+_build_shared = Operator(
+    schema("build_shared_schedule", SharedScheduleCall, written=("work_ranges", "split_offsets", "shared")),
+    *(library_function("build_shared_schedule"),) * 2,
 )
 
 
@@ -75,6 +90,38 @@ def decode_shape(
     return DecodeShape(*library().decode_shape(rows, num_sms, batch, fp8_cache, fp8_math))
 
 
+class StackShape(NamedTuple):
+    """How requests with common pages are decoded together; the compiled library decides it.
+
+    Attributes:
+        row_tile: query rows of the CTA that decodes a stack.
+        places: requests that fill it; below 2 none are stacked.
+        least: requests that a stack needs.
+        least_tiles: tiles of all requests in stacks that a step needs.
+    """
+
+    row_tile: int
+    places: int
+    least: int
+    least_tiles: int
+
+    def exists(self, batch: int) -> bool:
+        """Whether so many requests may have a stack."""
+        return self.places > 1 and batch >= self.least
+
+    def workspace_floats(self, shape: DecodeShape, num_sms: int, batch: int) -> int:
+        """Floats of all partials: of the requests, whose query rows have this shape, and of the stacks."""
+        own = (shape.partitions(num_sms) + batch) * shape.row_groups * shape.partial_floats
+        return own + (num_sms + batch // self.least) * self.row_tile * (LATENT_DIM + 1)
+
+
+@functools.cache
+@constant_result
+def stack_shape(rows: int, num_sms: int) -> StackShape:
+    """The shape of stacks of requests with so many query rows, in a schedule for so many CTAs."""
+    return StackShape(*library().stack_shape(rows, num_sms))
+
+
 def fixed_splits(max_batch: int, num_heads: int, max_s_q: int, num_sms: int) -> int:
     """Most splits per request in a batch-invariant schedule: as many as fill the GPU and fit the workspace."""
     shape = decode_shape(num_heads * max_s_q, num_sms)
@@ -121,6 +168,7 @@ class BuiltSchedule(NamedTuple):
         row_tile: query rows that a CTA computes.
         num_sms: CTAs that the work was divided for.
         work_ranges, split_offsets, workspace: the DecodeSchedule's.
+        shared: the DecodeSchedule's; None without shared_prefix, and where batch and query rows allow no stack.
     """
 
     batch: int
@@ -132,6 +180,7 @@ class BuiltSchedule(NamedTuple):
     work_ranges: Tensor
     split_offsets: Tensor
     workspace: Tensor | None
+    shared: Tensor | None = None
 
     # A tuple's own methods would compare and print the tensors' elements.
     def __eq__(self, other: object) -> bool:
@@ -169,6 +218,11 @@ class DecodeSchedule:
     into how many splits it is cut, and where. It has at most `fixed_splits` splits, which the workspace holds for
     max_batch requests; where it does not hold two for each, no request is split.
 
+    With `shared_prefix`, requests whose block tables begin with the same pages form stacks, as many as fill the 64
+    query rows of one CTA: four of 16 rows, eight of 8, two of 32. What they have in common is read once for all of
+    them. Each step's `build` finds the stacks on the device; where too little is shared for that to pay there are none.
+    Where tensor cores are few only requests of 8 rows share, in pairs. Other steps and batches may round differently.
+
     Attributes:
         max_batch, num_heads, max_s_q, num_sms, device, fp8_cache, fp8_math: as given.
         any_batch: as given; True with batch_invariant.
@@ -181,6 +235,8 @@ class DecodeSchedule:
         workspace: float32, for calls without their own; None where every call has its own.
         max_workspace_floats: the most elements that a call needs in its workspace.
         fixed_splits: most splits per request where its length alone decides; 0 where the batch does.
+        shared: int32 [SHARED_FIELDS, max_batch], the stacks of a step, see csrc/schedule/shared_prefixes.h; None
+            without shared_prefix.
     """
 
     def __init__(
@@ -197,6 +253,7 @@ class DecodeSchedule:
         fp8_cache: bool = False,
         fp8_math: bool = False,
         any_batch: bool = False,
+        shared_prefix: bool = False,
     ):
         """Allocate the buffers.
 
@@ -215,10 +272,13 @@ class DecodeSchedule:
                 results there, up to 15% slower.
             any_batch: one row tile for every batch and cache, so that every step has equally many partitions; implied
                 by batch_invariant. On those GPUs short calls of few requests take up to 1.7 times as long.
+            shared_prefix: read once what requests' block tables have in common; not beside batch_invariant, since then
+                a request's rounding depends on who shares its pages. The workspace is larger.
 
         Raises:
             ValueError: a count is below 1 or too large (at most MAX_COUNT, CTAs MAX_SMS, of etap_backend.limits; the
-                first also for num_heads * max_s_q), the workspace too small or the device absent.
+                first also for num_heads * max_s_q; max_batch MOST_SHARED with shared_prefix), the workspace too small,
+                the device absent, or both batch_invariant and shared_prefix are wanted.
             TypeError: a count is not an int, or the workspace is not float32.
             ImportError: the compiled library is missing or of another version.
         """
@@ -231,12 +291,20 @@ class DecodeSchedule:
         self.fp8_cache, self.fp8_math = bool(fp8_cache), bool(fp8_math)
         most = (self.max_batch, self.num_heads, self.max_s_q, num_sms)
         self.any_batch = bool(any_batch or batch_invariant)
+        if batch_invariant and shared_prefix:
+            raise ValueError("shared_prefix: wanted False beside batch_invariant, got True for both")
+        if shared_prefix:
+            count("max_batch", max_batch, MOST_SHARED)
         self.fixed_splits = fixed_splits(*most) if batch_invariant else 0
         ranges = max(num_sms, self.max_batch * self.fixed_splits if self.fixed_splits > 1 else 0)
+        ranges += num_sms if shared_prefix else 0  # the stacks'
         self.work_ranges = torch.zeros(ranges, WORK_RANGE_FIELDS, dtype=torch.int32, device=self.device)
         self.split_offsets = torch.zeros(self.max_batch + 1, dtype=torch.int32, device=self.device)
+        self.shared = None
+        if shared_prefix:
+            self.shared = torch.zeros(SHARED_FIELDS, self.max_batch, dtype=torch.int32, device=self.device)
         self.max_workspace_floats = self.workspace_floats(
-            *most[1:], max_batch=self.max_batch, batch_invariant=batch_invariant
+            *most[1:], max_batch=self.max_batch, batch_invariant=batch_invariant, shared_prefix=shared_prefix
         )
         if workspace is not None:
             self._check_workspace(workspace)
@@ -246,9 +314,17 @@ class DecodeSchedule:
 
     @staticmethod
     def workspace_floats(
-        num_heads: int, max_s_q: int, num_sms: int, *, max_batch: int = 1, batch_invariant: bool = False
+        num_heads: int,
+        max_s_q: int,
+        num_sms: int,
+        *,
+        max_batch: int = 1,
+        batch_invariant: bool = False,
+        shared_prefix: bool = False,
     ) -> int:
         """Floats that the partials need: at most two per CTA, each with its output rows and log-sum-exp.
+
+        With shared_prefix requests have partials, too, and so have stacks.
 
         Arguments as for the schedule. Raises ValueError and TypeError for counts as there.
         """
@@ -262,6 +338,8 @@ class DecodeSchedule:
             partitions = max(shape.partitions(num_sms), max_batch * splits if splits > 1 else 0)
             # More rows may need more and smaller row groups.
             most = max(most, shape.workspace_floats(partitions))
+            if shared_prefix and (stack := stack_shape(num_heads * s_q, num_sms)).exists(max_batch):
+                most = max(most, stack.workspace_floats(shape, num_sms, max_batch))
             if partitions == 1 and shape.row_tile == MOST_ROWS:
                 break  # from here on more rows mean more row groups, still with one partition
         return most
@@ -282,12 +360,18 @@ class DecodeSchedule:
         batch = ANY_BATCH if self.any_batch else batch
         return decode_shape(s_q * self.num_heads, self.num_sms, batch, self.fp8_cache, self.fp8_math)
 
-    def build(self, seq_lens: Tensor, s_q: int = 1) -> BuiltSchedule:
+    def build(
+        self, seq_lens: Tensor, s_q: int = 1, *, block_table: Tensor | None = None, page_size: int | None = None
+    ) -> BuiltSchedule:
         """Plan one step. Copies nothing to the host, allocates nothing, and may be captured in a CUDA graph.
 
         Args:
             seq_lens: int32 [batch <= max_batch] on the schedule's device, tokens of each request, new ones included.
             s_q: query tokens per request, at most max_s_q.
+            block_table: int32 [batch, max_pages] on the schedule's device, which the step's calls read; gaps between
+                rows are allowed. Required with shared_prefix, else ignored. Entries behind a request's tokens are not
+                read.
+            page_size: tokens of a page, with block_table.
 
         Returns:
             The plan that this step's `mla_decode` calls take.
@@ -305,17 +389,18 @@ class DecodeSchedule:
         batch = operator.index(seq_lens.shape[0]) if seq_lens.dim() else 0
         shape = self.shape(batch, s_q)
         partitions = max(1, batch * self.fixed_splits) if self.fixed_splits > 1 else shape.partitions(self.num_sms)
-        call = ScheduleCall(
-            seq_lens,
-            self.work_ranges,
-            self.split_offsets,
-            partitions,
-            self.fixed_splits,
-            shape.split_rows,
-            shape.split_cost,
-            shape.single_tiles,
-        )
-        _build(seq_lens, call)
+        buffers = (self.work_ranges, self.split_offsets)
+        costs = (shape.split_rows, shape.split_cost, shape.single_tiles)
+        shared = None
+        if self.shared is not None:
+            table, page_size = self._checked_pages(block_table, page_size)
+            stack = stack_shape(s_q * self.num_heads, self.num_sms)
+            if stack.exists(batch):
+                shared = self.shared
+                numbers = (page_size, s_q, self.num_heads, stack.least_tiles, partitions, self.num_sms)
+                _build_shared(seq_lens, SharedScheduleCall(seq_lens, table, *buffers, shared, *numbers, *costs))
+        if shared is None:
+            _build(seq_lens, ScheduleCall(seq_lens, *buffers, partitions, self.fixed_splits, *costs))
         return BuiltSchedule(
             batch,
             s_q,
@@ -326,4 +411,12 @@ class DecodeSchedule:
             self.work_ranges,
             self.split_offsets,
             self.workspace,
+            shared,
         )
+
+    def _checked_pages(self, block_table: Tensor | None, page_size: int | None) -> tuple[Tensor, int]:
+        if not isinstance(block_table, Tensor):
+            raise TypeError(f"block_table: wanted a tensor with shared_prefix, got {type_name(block_table)}")
+        if page_size is None:
+            raise TypeError("page_size: wanted an int with shared_prefix, got None")
+        return block_table, count("page_size", page_size)

@@ -107,6 +107,8 @@ def main(
             raise ValueError(f"grid: wanted rows that fit in {free / 1e9:.1f} GB of free memory, got none in {grid}")
         builds = libraries.load(library or [])
         found, versions = kernels_of(builds, peers, h20_proxy)
+        if not builds and any(one.common for one in kept.workloads):
+            found = providers.with_shared_prefixes(found)
         kernels = providers.chosen(found, dict.fromkeys(one.kind for one in kept.workloads), only or [], skip or [])
     except ValueError as error:
         typer.secho(f"bench kernels: {error}", fg="red", err=True)

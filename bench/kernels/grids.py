@@ -41,6 +41,7 @@ class Workload:
     kv_dtype: KvDtype = "same"  # the query's type, bfloat16, or FP8
     page_size: int = PAGE_SIZE
     context: int = 0  # sparse and V4: rows of each cache
+    common: int = 0  # dense: tokens that all requests begin with, in the same pages
 
     @property
     def fp8(self) -> bool:
@@ -57,6 +58,11 @@ class Workload:
         return self.length - V4_WINDOW
 
     @property
+    def distinct_rows(self) -> int:
+        """Cache rows of the requests; those that all begin with count once."""
+        return self.common + self.batch * (self.length - self.common)
+
+    @property
     def row_bytes(self) -> int:
         fp8 = {"dense": HEAD_DIM, "sparse": SPARSE_FP8_BYTES + 2 * ROPE_DIM, "v4": V4_ROW_BYTES}
         return fp8[self.call] if self.fp8 else 2 * HEAD_DIM
@@ -64,13 +70,13 @@ class Workload:
     @property
     def bytes(self) -> int:
         """That one call must read of the cache; a row that several tokens of a prefill share counts once."""
-        rows = self.batch * self.length
+        rows = self.distinct_rows
         return (min(rows, self.context) if self.call == "sparse" else rows) * self.row_bytes
 
     @property
     def memory_bytes(self) -> int:
         """Of the run's caches; FP8 ones are made from bfloat16 rows, which stay."""
-        rows = {"dense": self.batch * self.length, "sparse": self.context, "v4": 2 * self.context}[self.call]
+        rows = {"dense": self.distinct_rows, "sparse": self.context, "v4": 2 * self.context}[self.call]
         return rows * (2 * HEAD_DIM + (self.row_bytes if self.fp8 else 0))
 
     @property
@@ -83,6 +89,8 @@ class Workload:
         shape = f"{self.batch} x {in_k(self.length)}"
         if self.call == "v4":
             shape = f"{self.batch} x {V4_WINDOW}" + (f" + {self.extra}" if self.extra else "")
+        if self.common:
+            shape = f"{self.batch} x ({in_k(self.common)} + {in_k(self.length - self.common)})"
         where = f" of {in_k(self.context)}" if self.context else ""
         pages = "" if self.page_size == PAGE_SIZE else f", pages of {self.page_size}"
         return f"{shape}{where}, {self.heads} heads, s_q {self.s_q}" + (", FP8 cache" if self.fp8 else "") + pages
@@ -90,8 +98,9 @@ class Workload:
     @property
     def fields(self) -> dict:
         """The shape in a results file."""
-        names = ("label", "batch", "length", "heads", "s_q", "kv_dtype", "page_size", "context", "bytes", "flops")
-        return {name: getattr(self, name) for name in names} | {"window": V4_WINDOW if self.call == "v4" else 0}
+        names = ("label", "batch", "length", "heads", "s_q", "kv_dtype", "page_size", "context", "common", "bytes")
+        found = {name: getattr(self, name) for name in (*names, "flops")}
+        return found | {"window": V4_WINDOW if self.call == "v4" else 0}
 
 
 Count = Annotated[int, Field(ge=1, strict=True)]
@@ -100,7 +109,8 @@ Counts = Annotated[list[Count], Field(min_length=1)]
 
 class Rows(Strict):
     """A [[rows]] table: the product of its lists. Requests and tokens per request are pairs of `shapes`, or all
-    combinations of `batch` and `tokens`; a sparse call's `batch` are query tokens, its `tokens` the lists' lengths."""
+    combinations of `batch` and `tokens`; a sparse call's `batch` are query tokens, its `tokens` the lists' lengths. Of
+    a dense request's tokens the first `common` ones are the same for all."""
 
     call: CallName = "dense"
     heads: Counts = [16]
@@ -111,11 +121,14 @@ class Rows(Strict):
     batch: list[Count] = []
     tokens: list[Count] = []
     context: Annotated[int, Field(ge=0, multiple_of=PAGE_SIZE)] = 0
+    common: Annotated[int, Field(ge=0, multiple_of=PAGE_SIZE)] = 0
 
     @model_validator(mode="after")
     def _fits(self) -> Rows:
         if bool(self.shapes) == bool(self.batch and self.tokens):
             raise ValueError("wanted shapes, or batch and tokens")
+        if self.common and (self.call != "dense" or self.page_size != [PAGE_SIZE] or self.common > self._shortest()):
+            raise ValueError("common: wanted with call = 'dense' and the usual pages, at most a request's tokens")
         if self.call == "dense":
             if self.context:
                 raise ValueError("context: wanted with call = 'sparse' or 'v4' only")
@@ -128,11 +141,14 @@ class Rows(Strict):
             raise ValueError(f"wanted kv_dtype = ['fp8'] and tokens from {V4_WINDOW} on with call = 'v4'")
         return self
 
+    def _shortest(self) -> int:
+        return min(self.tokens or (tokens for _, tokens in self.shapes))
+
     def workloads(self) -> list[Workload]:
         shapes = self.shapes or list(product(self.batch, self.tokens))
         rows = product(self.kv_dtype, self.heads, self.s_q, shapes, self.page_size)
         return [
-            Workload(self.call, *shape, heads, s_q, kv_dtype, page_size, self.context)
+            Workload(self.call, *shape, heads, s_q, kv_dtype, page_size, self.context, self.common)
             for kv_dtype, heads, s_q, shape, page_size in rows
         ]
 

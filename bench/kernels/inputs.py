@@ -91,7 +91,7 @@ class Pool:
         """What the calls of a graph take in turns."""
         pages = self.pages_in(fp8)
         if workload.call == "dense":
-            rows = _request_rows(workload) * workload.batch
+            rows = _copy_rows(workload)
             parts = pages.flatten(0, 1)[: rows * copies_of(workload)].split(rows)
             return [(part.unflatten(0, (-1, workload.page_size)),) for part in parts]
         if workload.call == "sparse":
@@ -106,12 +106,17 @@ class Pool:
 
 def _pool_rows(workload: Workload) -> int:
     if workload.call == "dense":
-        return _request_rows(workload) * workload.batch * copies_of(workload)
+        return _copy_rows(workload) * copies_of(workload)
     return workload.context * (2 if workload.call == "v4" else 1)
 
 
 def _request_rows(workload: Workload) -> int:
     return -(-workload.length // workload.page_size) * workload.page_size
+
+
+def _copy_rows(workload: Workload) -> int:
+    """Rows of a dense call's copy: the common pages, then each request's own."""
+    return workload.common + workload.batch * (_request_rows(workload) - workload.common)
 
 
 def _width(workload: Workload) -> int:
@@ -128,10 +133,12 @@ def inputs_of(workload: Workload, num_sms: int | None) -> Inputs:
         return replace(given, sinks=torch.randn(heads, device=DEVICE))
     if workload.call == "sparse":
         return given
-    pages = _request_rows(workload) // workload.page_size
-    shuffled = torch.randperm(batch * pages, generator=torch.Generator().manual_seed(0)).to(torch.int32)
+    pages, common = _copy_rows(workload) // workload.page_size, workload.common // workload.page_size
+    shuffled = torch.randperm(pages, generator=torch.Generator().manual_seed(0)).to(torch.int32)
+    own = shuffled[common:].view(batch, -1)
+    table = torch.cat([shuffled[:common].expand(batch, -1), own], dim=1)
     seq_lens = torch.full((batch,), workload.length, dtype=torch.int32, device=DEVICE)
-    return replace(given, block_table=shuffled.view(batch, pages).to(DEVICE), seq_lens=seq_lens)
+    return replace(given, block_table=table.to(DEVICE), seq_lens=seq_lens)
 
 
 def with_cache(inputs: Inputs, fp8: bool) -> Inputs:

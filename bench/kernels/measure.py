@@ -19,7 +19,7 @@ from torch import Tensor
 from bench.kernels.floors import floor_for
 from bench.kernels.grids import Workload
 from bench.kernels.inputs import Pool, copies_of, inputs_of, truth, with_cache
-from bench.kernels.providers import BF16_CACHE, ETAP, MATH_SUFFIX, OWN, Provider
+from bench.kernels.providers import MATH_SUFFIX, OWN, Provider
 from etap_backend.reference import relative_rmse
 from support.held_sms import sms_held
 
@@ -95,7 +95,7 @@ def calls_of(workload: Workload) -> int:
 
 def max_rmse(name: str, provider: Provider) -> float:
     """The largest error that a kernel may have."""
-    exact = name in (ETAP, BF16_CACHE) or provider.build and not name.endswith(MATH_SUFFIX)
+    exact = (name in OWN or provider.build) and not name.endswith(MATH_SUFFIX)
     return MAX_RMSE if exact else MAX_FP8_MATH_RMSE
 
 

@@ -22,17 +22,25 @@ from etap_backend.limits import FP8, LATENT_DIM
 from etap_backend.schedule import DecodeSchedule
 from etap_backend.sparse import device_sms, sparse_mla_decode, sparse_workspace_floats
 
-ETAP, FP8_MATH, BF16_CACHE = OWN = ("etap", "etap-fp8-math", "etap-bf16")
-"""ETAP's columns: products in the query's type; in e4m3; and the same row from a bfloat16 cache."""
+ETAP, FP8_MATH, BF16_CACHE, SHARED, SHARED_MATH = OWN = (
+    "etap",
+    "etap-fp8-math",
+    "etap-bf16",
+    "etap-shared",
+    "etap-shared-fp8-math",
+)
+"""ETAP's columns: products in the query's type; in e4m3; the same row from a bfloat16 cache; the first two with shared
+prefixes read once, in grids with such requests."""
 MATH_SUFFIX = FP8_MATH.removeprefix(ETAP)
 
 
-def etap(inputs: Inputs, *, fp8_math: bool = False) -> Call:
+def etap(inputs: Inputs, *, fp8_math: bool = False, shared_prefix: bool = False) -> Call:
     """The dense call, its schedule built."""
     batch, s_q, heads, _ = inputs.q.shape
-    types = {"fp8_cache": inputs.kv_dtype == FP8, "fp8_math": fp8_math}
+    types = {"fp8_cache": inputs.kv_dtype == FP8, "fp8_math": fp8_math, "shared_prefix": shared_prefix}
     buffers = DecodeSchedule(batch, heads, max_s_q=s_q, device=inputs.q.device, num_sms=inputs.num_sms, **types)
-    lists = (inputs.block_table, inputs.seq_lens, buffers.build(inputs.seq_lens, s_q))
+    pages = {"block_table": inputs.block_table, "page_size": inputs.workload.page_size}
+    lists = (inputs.block_table, inputs.seq_lens, buffers.build(inputs.seq_lens, s_q, **pages))
     given = {"softmax_scale": inputs.softmax_scale, "kv_scale": inputs.kv_scale_tensor, "fp8_math": fp8_math}
     given |= {"out": inputs.q.new_empty(batch, s_q, heads, LATENT_DIM), "early_loads": True}  # as the plugins do
     given["lse"] = inputs.q.new_empty(batch, s_q, heads, dtype=torch.float32)
@@ -113,6 +121,13 @@ AVAILABLE: Providers = {
 def own() -> Providers:
     """ETAP without peers."""
     return {kind: {name: one for name, one in each.items() if name in OWN} for kind, each in AVAILABLE.items()}
+
+
+def with_shared_prefixes(providers: Providers) -> Providers:
+    """These kernels, and ETAP's that read shared prefixes once."""
+    shared, math_ = (Provider(partial(etap, fp8_math=fp8, shared_prefix=True)) for fp8 in (False, True))
+    more = {"plain": {SHARED: shared}, "fp8": {SHARED: shared, SHARED_MATH: math_}}
+    return {kind: more.get(kind, {}) | each for kind, each in providers.items()}
 
 
 def of_builds(builds: list[Build]) -> Providers:

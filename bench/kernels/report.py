@@ -10,8 +10,13 @@ import statistics
 from bench.common.tables import number, provenance_line, table
 from bench.common.units import in_k
 
-ETAP, BF16_CACHE = "etap", "etap-bf16"
-OWN = (ETAP, "etap-fp8-math", BF16_CACHE)
+ETAP, FP8_MATH, BF16_CACHE, SHARED, SHARED_MATH = OWN = (
+    "etap",
+    "etap-fp8-math",
+    "etap-bf16",
+    "etap-shared",
+    "etap-shared-fp8-math",
+)
 KINDS = ("bench", "bench-sparse")
 MAX_ROWS = 100  # a page shows ratios alone of larger grids
 Pair = tuple[str, list[str], str]
@@ -31,9 +36,11 @@ def names_of(document: dict) -> list[str]:
 
 
 def shape_of(row: dict) -> str:
-    """A row's first column, such as "16 x 4K"; for DeepSeek-V4 "16 x 128 + 512"."""
+    """A row's first column, such as "16 x 4K", with common tokens "64 x (16K + 1K)"; for V4 "16 x 128 + 512"."""
     if window := row.get("window"):
         return f"{row['batch']} x {window} + {row['length'] - window}"
+    if common := row.get("common"):
+        return f"{row['batch']} x ({in_k(common)} + {in_k(row['length'] - common)})"
     return f"{row['batch']} x {in_k(row['length'])}"
 
 
@@ -46,6 +53,7 @@ def pairs_of(document: dict) -> list[Pair]:
         return [(f"{one} / {first}", [one], first) for one, first in pairs if one in names]
     peers = [name for name in names if name not in OWN]
     pairs = [(f"best peer / {ETAP}", peers, ETAP), (f"{BF16_CACHE} / {ETAP}", [BF16_CACHE], ETAP)]
+    pairs += [(f"{off} / {on}", [off], on) for off, on in ((ETAP, SHARED), (FP8_MATH, SHARED_MATH))]
     return [(title, over, under) for title, over, under in pairs if {*over} & {*names} and under in names]
 
 

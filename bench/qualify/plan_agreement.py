@@ -92,7 +92,8 @@ def timed_calls(folder: Path) -> list[Timed]:
             continue
         gpu = next((plan for name, plan in GPUS.items() if name in document["gpu"]), None)
         if gpu is not None and not document["libraries"]:
-            found += [one for row in document["rows"] for one in _of_row(row, gpu, document["kind"], path.name)]
+            rows = [row for row in document["rows"] if not row.get("common")]  # the plan knows none of these
+            found += [one for row in rows for one in _of_row(row, gpu, document["kind"], path.name)]
     if not found:
         raise ValueError(f"RESULTS: wanted a folder with files of `python -m bench kernels`, got {folder}")
     return found

@@ -3,10 +3,11 @@
     python -m bench random-cases --count 3000 --seed 1 [--output random.json] [--sparse]
 
 Dense cases have lengths from 0 to 70,000 tokens, 1 to 128 heads, 1 to 4 query tokens, caches in bfloat16, float16 and
-FP8, FP8 math, separate and aliased pages, separate q_rope and any number of CTAs; `random_sparse_cases` lists the
-sparse ones. Everything that a call must not read is NaN, infinite or a wild page id. Outputs and workspace lie between
-guards; they hold NaN before the first run and infinities before the second. `support.compare` judges the errors. FP8
-math rounds wider queries: a result that is too far from float64 must be close to float64 of the rounded queries.
+FP8, FP8 math, separate, aliased and shared pages, separate q_rope and any number of CTAs; `random_sparse_cases` lists
+the sparse ones. Everything that a call must not read is NaN, infinite or a wild page id. Outputs and workspace lie
+between guards; they hold NaN before the first run and infinities before the second. `support.compare` judges the
+errors. FP8 math rounds wider queries: a result that is too far from float64 must be close to float64 of the rounded
+queries.
 
 A case follows from seed and index alone and is printed as a constructor when it is wrong. Without a GPU the CPU
 executor runs small cases. The exit status is 0 if all `count` cases ran and none was wrong.
@@ -93,6 +94,11 @@ def random_case(seed: int, index: int, device: str) -> Case:
     if case.kv_torch_dtype == torch.float16:  # the tiles of such a cache are copied whole
         layout = "dense" if case.cache_layout == "apart" else case.cache_layout
         case = replace(case, page_size=-(-case.page_size // 64) * 64, cache_layout=layout)
+    fills_a_tile = 64 % (case.heads * case.s_q) == 0  # with other requests that begin with the same pages
+    if fills_a_tile and not case.aliased and draw.random() < 0.5:
+        common = draw.randint(512, 600 if device == "cpu" else 3000)
+        lengths = tuple(common + 1 + length for length in case.lengths)
+        case = replace(case, lengths=lengths, prefixes=((len(lengths), common),))
     return case
 
 

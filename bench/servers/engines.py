@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+from etap_backend.engine_contract import SHARED_PREFIX_VARIABLE
 from etap_backend.limits import SPARSE_FP8
 
 SERVED_NAME = "served"
@@ -27,10 +28,11 @@ def must_be_modes(modes: list[str]) -> None:
 
 @dataclass(frozen=True)
 class Variant:
-    """An attention backend with its KV cache and GPUs, by name BACKEND[+CACHE][+math][+eager][@tpN|@dcpN].
+    """An attention backend with its KV cache and GPUs, by name BACKEND[+CACHE][+math][+eager][+shared][@tpN|@dcpN].
 
-    ETAP+fp8 has an FP8 cache, ETAP+fp8+math multiplies it in FP8, ETAP+eager runs without CUDA graphs, ETAP@tp2 on two
-    tensor-parallel GPUs, ETAP@dcp2 on two with decode context parallelism.
+    ETAP+fp8 has an FP8 cache, ETAP+fp8+math multiplies it in FP8, ETAP+eager runs without CUDA graphs, ETAP+shared
+    reads shared prefixes once, ETAP@tp2 runs on two tensor-parallel GPUs, ETAP@dcp2 on two with decode context
+    parallelism.
     """
 
     backend: str
@@ -39,22 +41,28 @@ class Variant:
     eager: bool = False
     tp: int = 1
     dcp: int = 1
+    shared: bool = False
 
     @classmethod
     def parse(cls, name: str, tp: int = 1) -> Variant:
         """The variant of this name, on `tp` GPUs unless it says otherwise. Raises ValueError for another name."""
         found = NAME.fullmatch(name)
         words = found["words"].split("+")[1:] if found else []
-        caches = [word for word in words if word not in ("math", "eager")]
+        caches = [word for word in words if word not in ("math", "eager", "shared")]
         if not found or len(caches) > 1:
-            raise ValueError(f"--backend: wanted BACKEND[+CACHE][+math][+eager][@tpN or @dcpN], got {name!r}")
+            raise ValueError(f"--backend: wanted BACKEND[+CACHE][+math][+eager][+shared][@tpN or @dcpN], got {name!r}")
         ranks = int(found["ranks"] or tp)
         dcp = ranks if found["kind"] == "dcp" else 1
-        return cls(found["backend"], (caches or ["auto"])[0], "math" in words, "eager" in words, ranks, dcp)
+        math_, eager, shared = (word in words for word in ("math", "eager", "shared"))
+        return cls(found["backend"], (caches or ["auto"])[0], math_, eager, ranks, dcp, shared)
 
     @property
     def is_etap(self) -> bool:
         return self.backend.upper() == "ETAP"
+
+    @property
+    def environment(self) -> dict[str, str]:
+        return {SHARED_PREFIX_VARIABLE: "1"} if self.shared else {}
 
     def proof(self, config: dict) -> str:
         """What ETAP logs with this cache and math for a model of this configuration; "" for other backends."""
@@ -63,7 +71,8 @@ class Variant:
         if is_sparse(config):
             return f"sparse attention, KV cache {'bfloat16' if self.cache == 'auto' else SPARSE_FP8}"
         math_type = "FP8 (e4m3)" if self.fp8_math else "float16"
-        return "" if self.cache == "auto" else f"KV cache FP8 (e4m3), math {math_type}"
+        types = [] if self.cache == "auto" else [f"KV cache FP8 (e4m3), math {math_type}"]
+        return ", ".join([*types, *(["shared prefixes read once"] if self.shared else [])])
 
 
 @dataclass(frozen=True)

@@ -170,7 +170,7 @@ def served(
     port, before, begin = free_port(), gpus.used_mib(), time.monotonic()
     command = engine.server(sys.executable, serving, variant, port, flags)
     log.unlink(missing_ok=True)
-    process = Process(command, log, {**engine.environment(serving), **environment})
+    process = Process(command, log, {**engine.environment(serving), **variant.environment, **environment})
     server = Server(engine, f"http://127.0.0.1:{port}", process)
     try:
         _wait_until_ready(server, begin + seconds)

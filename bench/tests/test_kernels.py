@@ -17,7 +17,7 @@ from bench.kernels import command, inputs, libraries, measure, providers
 from bench.kernels.floors import FLOORS, floor_for
 from bench.kernels.grids import Workload, read_grid
 from bench.kernels.measure import MAX_RMSE, Options, Row
-from bench.kernels.providers import BF16_CACHE, ETAP, FP8_MATH, Provider
+from bench.kernels.providers import BF16_CACHE, ETAP, FP8_MATH, SHARED, SHARED_MATH, Provider
 from etap_backend import _library, _operator
 from etap_backend.reference import relative_rmse
 
@@ -91,6 +91,7 @@ def test_the_shipped_grids_can_be_read_by_name(name):
         ("", "rows"),
         ("[[rows]]\nbatch = [1]", "wanted shapes, or batch and tokens"),
         ("[[rows]]\nbatchs = [1]", r"rows\.0\.batchs"),
+        ("[[rows]]\ncommon = 128\nshapes = [[2, 100]]", "common: wanted .* at most a request's tokens"),
         ("[[rows]]\nshapes = [[0, 64]]", r"rows\.0\.shapes\.0\.0: .* got 0"),
         ("[[rows]]\ncall = 'sparse'\nbatch = [1]\ntokens = [2048]\ncontext = 1024", "context: wanted at least"),
         ("[[rows]]\nshapes = [[1, 1]]\n[[rows]]\ncall = 'sparse'\nbatch = [1]\ntokens = [1]\ncontext = 64", "one call"),
@@ -110,6 +111,7 @@ def test_rows_beyond_the_memory_are_left_out_and_all_can_be_fp8(grid):
 def test_bytes_operations_and_floors_of_each_call():
     dense, fp8 = (Workload("dense", 16, 65536, s_q=4, kv_dtype=kv_dtype) for kv_dtype in ("same", "fp8"))
     assert dense.bytes == 16 * 65536 * 1152 == 2 * fp8.bytes and dense.flops == 2 * 64 * 16 * 65536 * (576 + 512)
+    assert Workload("dense", 64, 17408, common=16384).bytes == (16384 + 64 * 1024) * 1152, "a shared row counts once"
     assert Workload("sparse", 4096, 2048, context=65536).bytes == 65536 * 1152, "a shared row counts once"
     assert Workload("sparse", 128, 2048, kv_dtype="fp8", context=2**21).bytes == 128 * 2048 * 656
     v4 = Workload("v4", 16, 640, 8, kv_dtype="fp8", context=2**20)
@@ -137,6 +139,17 @@ def test_etap_is_right_on_its_own_copy_and_wrong_on_another(kind, on_cpu, librar
     copies = row.pool.copies(row.workload, row.workload.fp8)
     other = own[ETAP].prepare(inputs.with_cache(row.inputs, row.workload.fp8))(*copies[(row.calls - 2) % len(copies)])
     assert len(copies) > 1 and relative_rmse(other, row.truth(row.workload.fp8)) > 0.1
+
+
+@pytest.mark.parametrize("kv_dtype", ["same", "fp8"])
+def test_shared_prefixes_have_columns_of_their_own(kv_dtype, on_cpu, library):
+    row = row_of(Workload("dense", 5, 1100, 8, kv_dtype=kv_dtype, common=1024))
+    table = row.inputs.block_table
+    assert (table[:, :16] == table[:1, :16]).all() and table.unique().numel() == 16 + 5 * 2
+    of = providers.with_shared_prefixes(providers.own())[row.workload.kind]
+    found = {name: row.judged(name, of[name], one) for name, one in row.record_all(of).items()}
+    assert [name for name in found if "shared" in name] == [SHARED, SHARED_MATH][: 1 + (kv_dtype == "fp8")]
+    assert {one["state"] for one in found.values()} == {"measured"}, found
 
 
 def test_a_wrong_call_has_no_time_and_refusals_are_named(on_cpu):

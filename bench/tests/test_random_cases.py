@@ -64,6 +64,7 @@ def test_the_gpu_s_cases_cover_what_they_promise():
     lengths = {length for case in found for length in case.lengths}
     assert {0, 1, 64, 70_000} <= lengths and {case.heads for case in found} == set(range(1, 129))
     assert len({(case.dtype, case.kv_dtype, case.fp8_math) for case in found}) == 2 + 3 * 2
+    assert {case.heads * case.s_q for case in found if case.prefixes} >= {8, 16, 32, 64}
     sparse = [random_sparse_cases.random_case(1, index, "cuda") for index in range(1000)]
     assert {case.cache for case in sparse} >= {"bf16", "fp8", "v4"} and {0} < {case.tokens for case in sparse}
     assert {case.extra is None for case in sparse} == {case.rope for case in sparse} == {True, False}

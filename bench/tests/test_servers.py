@@ -135,6 +135,9 @@ def test_a_stream_that_breaks_off_is_no_answer(serve):
 def test_variants_have_names():
     assert Variant.parse("ETAP+fp8+math+eager@dcp2") == Variant("ETAP", "fp8", True, True, 2, 2)
     assert Variant.parse("FLASHMLA", 8) == Variant("FLASHMLA", tp=8)
+    shared = Variant.parse("etap+shared+fp8")
+    assert shared == Variant("etap", "fp8", shared=True) and shared.environment == {"ETAP_SHARED_PREFIX": "1"}
+    assert shared.proof({}) == "KV cache FP8 (e4m3), math float16, shared prefixes read once"
     assert "sparse attention" in Variant("etap").proof({"index_topk": 2048}) and Variant("FLASHMLA").proof({}) == ""
     for name in ("ETAP@", "ETAP@tp0", "ETAP@pp2", "ETAP+fp8+auto", "", "ETAP,"):
         with pytest.raises(ValueError, match="--backend"):

@@ -22,7 +22,7 @@ using tvm::ffi::Map;
 using tvm::ffi::String;
 using tvm::ffi::Tuple;
 
-constexpr int64_t kAbiVersion = 14;
+constexpr int64_t kAbiVersion = 15;
 
 // fixed_splits: the most of a request where its length alone decides, and then the next three mean nothing; 0: the batch does.
 #define ETAP_SCHEDULE_ARGUMENTS(ARGUMENT) \
@@ -39,7 +39,7 @@ struct ScheduleCall {
   ETAP_SCHEDULE_ARGUMENTS(ETAP_MEMBER)
 };
 
-void build_schedule(const ScheduleCall& call) {
+ScheduleParams schedule_params(const ScheduleCall& call) {
   const TensorView &seq_lens = call.seq_lens, &work_ranges = call.work_ranges, &split_offsets = call.split_offsets;
   const DLDevice device = work_ranges.device();
   check_tensor("work_ranges", work_ranges, kInt32, {{kAny, "num_sms"}, {kWorkRangeFields}}, Layout::kContiguous, device);
@@ -62,7 +62,7 @@ void build_schedule(const ScheduleCall& call) {
     check_at_least("split_cost", call.split_cost, 1);
     check_at_least("single_tiles", call.single_tiles, 0);
   }
-  const ScheduleParams params{
+  return {
       .seq_lens = static_cast<const int32_t*>(seq_lens.data_ptr()),
       .work_ranges = static_cast<WorkRange*>(work_ranges.data_ptr()),
       .split_offsets = static_cast<int32_t*>(split_offsets.data_ptr()),
@@ -73,8 +73,99 @@ void build_schedule(const ScheduleCall& call) {
       .split_cost = int32_t(fixed ? 1 : call.split_cost),
       .single_tiles = int32_t(fixed ? 0 : call.single_tiles),
   };
+}
+
+void build_schedule(const ScheduleCall& call) {
+  const ScheduleParams params = schedule_params(call);
+  const DLDevice device = call.work_ranges.device();
   if (device.device_type == kDLCPU) return build_schedule_on_host(params);
   on_device("seq_lens", device, [&](cudaStream_t stream) { build_schedule_on_device(params, stream); });
+}
+
+// The two schedules of a step whose requests share prefixes: the stacks' ranges lie behind the requests'.
+#define ETAP_SHARED_SCHEDULE_ARGUMENTS(ARGUMENT) \
+  ARGUMENT(TensorView, seq_lens)                 \
+  ARGUMENT(TensorView, block_table)              \
+  ARGUMENT(TensorView, work_ranges)              \
+  ARGUMENT(TensorView, split_offsets)            \
+  ARGUMENT(TensorView, shared)                   \
+  ARGUMENT(int64_t, page_size)                   \
+  ARGUMENT(int64_t, s_q)                         \
+  ARGUMENT(int64_t, heads)                       \
+  ARGUMENT(int64_t, least_tiles)                 \
+  ARGUMENT(int64_t, partitions)                  \
+  ARGUMENT(int64_t, num_sms)                     \
+  ARGUMENT(int64_t, split_rows)                  \
+  ARGUMENT(int64_t, split_cost)                  \
+  ARGUMENT(int64_t, single_tiles)
+
+struct SharedScheduleCall {
+  ETAP_SHARED_SCHEDULE_ARGUMENTS(ETAP_MEMBER)
+};
+
+void build_shared_schedule(const SharedScheduleCall& call) {
+  ScheduleParams own = schedule_params({call.seq_lens, call.work_ranges, call.split_offsets, call.partitions, 0, call.split_rows,
+                                        call.split_cost, call.single_tiles});
+  check_at_least("page_size", call.page_size, 1);
+  check_at_least("s_q", call.s_q, 1);
+  check_at_least("heads", call.heads, 1);
+  check_at_least("num_sms", call.num_sms, 1);
+  if (own.batch > kMostShared) {
+    TVM_FFI_THROW(ValueError) << "seq_lens: wanted at most " << kMostShared << " requests that share prefixes, got " << own.batch;
+  }
+  const DLDevice device = call.work_ranges.device();
+  const StackShape stack = stack_shape(call.s_q * call.heads, call.num_sms);
+  check_shared(call.shared, call.work_ranges, device, stack, own.batch, own.partitions, call.num_sms);
+  check_tensor("block_table", call.block_table, kInt32, {{own.batch}, {kAny, "max_pages"}}, Layout::kLastStride, device);
+  const SharedPlan plan = shared_plan(call.shared);
+  const SharedParams params{
+      .plan = plan,
+      .seq_lens = own.seq_lens,
+      .block_table = integers(call.block_table),
+      .block_table_stride = call.block_table.stride(0),
+      .max_pages = int32_t(std::min<int64_t>(call.block_table.size(1), INT32_MAX)),
+      .page_size = int32_t(call.page_size),
+      .batch = own.batch,
+      .s_q = int32_t(call.s_q),
+      .stack_places = stack.places,
+      .least_members = stack.least,
+      .least_tiles = call.least_tiles,
+  };
+  own.seq_lens = plan.own_lens();
+  own.merged = plan.places();
+  const DecodeShape shape = decode_shape(stack.row_tile, {call.num_sms, kAnyBatch, false, false});
+  const ScheduleParams stacks{
+      .seq_lens = plan.stack_lens(),
+      .work_ranges = own.work_ranges + own.partitions,
+      .split_offsets = plan.stack_offsets(),
+      .batch = int32_t(stack.most_stacks(own.batch)),
+      .partitions = int32_t(call.num_sms),
+      .fixed_splits = 0,
+      .split_rows = int32_t(shape.split_rows),
+      .split_cost = int32_t(shape.split_cost),
+      .single_tiles = int32_t(shape.single_tiles),
+      .batch_count = plan.stack_count(),
+      .merged = plan.stack_lens(),
+  };
+  if (device.device_type == kDLCPU) {
+    find_stacks_on_host(params);
+    build_schedule_on_host(stacks);
+    return build_schedule_on_host(own);
+  }
+  on_device("seq_lens", device, [&](cudaStream_t stream) {
+    find_stacks_on_device(params, stream);
+    build_schedule_on_device(stacks, stream);
+    build_schedule_on_device(own, stream);
+  });
+}
+
+void launch_shared(const DecodeCall& call, int device, cudaStream_t stream) {
+  const SharedDecode shared = shared_decode(call);
+  for (const DecodeParams* params : {&shared.stacks, &shared.own}) {
+    launch(prepare_decode(*params, kernel_of(call, params->row_tile), call.fp8_cache()), *params, device, stream);
+  }
+  const void* const arguments[] = {&shared.merge};
+  launch_overlapping(prepare_merge(shared.merge, call.num_sms), arguments, device, stream);
 }
 
 void decode(const DecodeCall& call) {
@@ -82,6 +173,7 @@ void decode(const DecodeCall& call) {
   const DLDevice device = call.q.device();
   on_device("q", device, [&](cudaStream_t stream) {
     if (call.is_empty()) return;
+    if (call.shared.has_value()) return launch_shared(call, device.device_id, stream);
     const DecodeParams params = decode_params(call);
     const DecodeKernel& kernel = kernel_of(call);
     launch(prepare_decode(params, kernel, call.fp8_cache()), params, device.device_id, stream);
@@ -125,6 +217,15 @@ Array<Launch> decode_launches(const DecodeCall& call) {
   check(call);
   Array<Launch> all;
   if (call.is_empty()) return all;
+  if (call.shared.has_value()) {
+    const SharedDecode shared = shared_decode(call);
+    for (const DecodeParams* params : {&shared.stacks, &shared.own}) {
+      const DecodeLaunch decode = prepare_decode(*params, kernel_of(call, params->row_tile), call.fp8_cache());
+      all.push_back(launch_of(decode.kernel, *params, decode));
+    }
+    all.push_back(launch_of(prepare_merge(shared.merge, call.num_sms), shared.merge, {}));
+    return all;
+  }
   const DecodeParams params = decode_params(call);
   const DecodeKernel& kernel = kernel_of(call);
   const DecodeLaunch decode = prepare_decode(params, kernel, call.fp8_cache());
@@ -219,6 +320,14 @@ Shape shape(int64_t rows, int64_t num_sms, int64_t batch, bool fp8_cache, bool f
   return numbers(decode_shape(rows, {num_sms, batch, fp8_cache, fp8_math}));
 }
 
+// Of stacks of requests with so many rows: row tile, places, members that one needs, tiles of all members that a batch needs.
+Tuple<int64_t, int64_t, int64_t, int64_t> stack_numbers(int64_t rows, int64_t num_sms) {
+  check_at_least("rows", rows, 1);
+  check_at_least("num_sms", num_sms, 1);
+  const StackShape of = stack_shape(rows, num_sms);
+  return Tuple<int64_t, int64_t, int64_t, int64_t>(int64_t(of.row_tile), int64_t(of.places), int64_t(of.least), of.least_tiles);
+}
+
 Shape sparse_decode_shape(int64_t heads) {
   check_at_least("heads", heads, 1);
   return numbers(sparse_shape(heads));
@@ -257,6 +366,8 @@ Map<String, int64_t> constants() {
           {"memory_rows", kMemoryRows},
           {"many_split_rows", kManySplitRows},
           {"short_tiles", kShortTiles},
+          {"shared_fields", SharedPlan::kFields},
+          {"most_shared", kMostShared},
           {"fixed_tiles", kFixedTiles}};
 }
 
@@ -265,6 +376,7 @@ int64_t abi_version() { return kAbiVersion; }
 // Kind and name of each argument of the functions that take a call.
 Map<String, Array<String>> arguments() {
   return {{"build_schedule", {ETAP_SCHEDULE_ARGUMENTS(ETAP_TOLD)}},
+          {"build_shared_schedule", {ETAP_SHARED_SCHEDULE_ARGUMENTS(ETAP_TOLD)}},
           {"decode", {ETAP_DECODE_ARGUMENTS(ETAP_TOLD)}},
           {"sparse_decode", {ETAP_SPARSE_ARGUMENTS(ETAP_TOLD)}},
           {"top_k", {ETAP_TOP_K_ARGUMENTS(ETAP_TOLD)}}};
@@ -272,6 +384,7 @@ Map<String, Array<String>> arguments() {
 
 using OfDecode = Bound<DecodeCall ETAP_DECODE_ARGUMENTS(ETAP_TYPE)>;
 using OfSparse = Bound<SparseArguments ETAP_SPARSE_ARGUMENTS(ETAP_TYPE)>;
+using OfShared = Bound<SharedScheduleCall ETAP_SHARED_SCHEDULE_ARGUMENTS(ETAP_TYPE)>;
 using OfSchedule = Bound<ScheduleCall ETAP_SCHEDULE_ARGUMENTS(ETAP_TYPE)>;
 using OfTopK = Bound<TopKCall ETAP_TOP_K_ARGUMENTS(ETAP_TYPE)>;
 
@@ -281,6 +394,7 @@ using OfTopK = Bound<TopKCall ETAP_TOP_K_ARGUMENTS(ETAP_TYPE)>;
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(abi_version, etap::abi_version);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(arguments, etap::arguments);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(build_schedule, etap::OfSchedule::run<etap::build_schedule>);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(build_shared_schedule, etap::OfShared::run<etap::build_shared_schedule>);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(check_decode, etap::OfDecode::run<etap::check_decode>);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(check_sparse_decode, etap::OfSparse::run<etap::check_sparse_decode>);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(check_top_k, etap::OfTopK::run<etap::check_top_k>);
@@ -292,5 +406,6 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(sparse_decode, etap::OfSparse::run<etap::sparse_de
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(sparse_decode_launches, etap::OfSparse::run<etap::sparse_decode_launches>);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(sparse_decode_shape, etap::sparse_decode_shape);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(sparse_splits, etap::sparse_splits);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(stack_shape, etap::stack_numbers);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(top_k, etap::OfTopK::run<etap::top_k>);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(top_k_launch, etap::OfTopK::run<etap::top_k_launch>);

@@ -6,14 +6,15 @@
 #include "api/arguments.h"
 #include "decode/launch.h"
 #include "decode/shape.h"
+#include "schedule/shared_prefixes.h"
 
 namespace etap {
 
 constexpr double kLog2E = 1.4426950408889634;
 constexpr int kWorkRangeFields = sizeof(WorkRange) / sizeof(int32_t);
 
-// kv_cache: [pages, page_size, 576] or [pages, page_size, 1, 576], or 512 beside a rope_cache of as many. From batch to num_sms:
-// what the schedule was built for.
+// kv_cache: [pages, page_size, 576] or [pages, page_size, 1, 576], or 512 beside a rope_cache of as many. shared: where requests share
+// prefixes. From batch to num_sms: what the schedule was built for.
 #define ETAP_DECODE_ARGUMENTS(ARGUMENT)      \
   ARGUMENT(TensorView, q)                    \
   ARGUMENT(Optional<TensorView>, q_rope)     \
@@ -25,6 +26,7 @@ constexpr int kWorkRangeFields = sizeof(WorkRange) / sizeof(int32_t);
   ARGUMENT(TensorView, seq_lens)             \
   ARGUMENT(TensorView, work_ranges)          \
   ARGUMENT(TensorView, split_offsets)        \
+  ARGUMENT(Optional<TensorView>, shared)     \
   ARGUMENT(TensorView, workspace)            \
   ARGUMENT(TensorView, out)                  \
   ARGUMENT(TensorView, lse)                  \
@@ -46,6 +48,16 @@ struct DecodeCall {
   bool is_empty() const { return batch == 0 || rows() == 0; }
   bool fp8_cache() const { return same(kv_cache.dtype(), kE4M3); }
   DecodeShape shape() const { return shape_of(rows(), int32_t(row_tile)); }
+  // Where requests share prefixes.
+  StackShape stack() const { return stack_shape(rows(), num_sms); }
+  int64_t own_slots() const { return merged_slots(partitions, batch); }
+  int64_t stack_slots() const { return merged_slots(num_sms, stack().most_stacks(batch)); }
+  int64_t own_floats() const { return own_slots() * shape().row_groups * shape().split_floats; }
+
+  int64_t workspace_floats() const {
+    if (!shared.has_value()) return shape().workspace_floats(partitions);
+    return own_floats() + stack_slots() * shape_of(stack().row_tile, stack().row_tile).split_floats;
+  }
   Operands operands() const {
     if (fp8_cache()) return fp8_math ? Operands::kFp8Math : Operands::kFp8;
     return same(q.dtype(), kFloat16) ? Operands::kFp16 : Operands::kBf16;
@@ -154,11 +166,20 @@ inline void check_schedule(const DecodeCall& call) {
   check_at_least("work_ranges' size", call.work_ranges.size(0), call.partitions);
 }
 
-// For the partial results of so many partitions.
-inline void check_workspace(const TensorView& workspace, DLDevice device, const DecodeShape& shape, int64_t partitions) {
+// The buffer [kFields, max_batch] of a plan with shared prefixes, of calls of so many rows, and what its schedules need.
+inline void check_shared(const TensorView& shared, const TensorView& work_ranges, DLDevice device, const StackShape& stack, int64_t batch,
+                         int64_t partitions, int64_t num_sms) {
+  check_tensor("shared", shared, kInt32, {{SharedPlan::kFields}, {kAny, "max_batch"}}, Layout::kContiguous, device);
+  check_at_least("shared's requests", shared.size(1), std::max<int64_t>(batch, 1));
+  if (!stack.exists()) TVM_FFI_THROW(ValueError) << "shared: wanted None for query rows that fill no row tile in pairs, got a tensor";
+  check_at_least("work_ranges' size", work_ranges.size(0), partitions + num_sms);
+}
+
+inline SharedPlan shared_plan(const TensorView& shared) { return {static_cast<int32_t*>(shared.data_ptr()), shared.size(1)}; }
+
+inline void check_workspace(const TensorView& workspace, DLDevice device, int64_t floats) {
   check_device("workspace", workspace, device);
   check_dtype("workspace", workspace, kFloat32);
-  const int64_t floats = shape.workspace_floats(partitions);
   if (workspace.ndim() != 1 || workspace.size(0) < floats || !workspace.IsContiguous()) {
     TVM_FFI_THROW(ValueError) << "workspace: wanted a contiguous [>=" << floats << "], got " << text(workspace.shape())
                               << " with strides " << text(workspace.strides());
@@ -201,10 +222,11 @@ inline const DecodeKernel& kernel_of(Operands operands, int64_t row_tile, bool w
   TVM_FFI_UNREACHABLE();
 }
 
-inline const DecodeKernel& kernel_of(const DecodeCall& call) {
+inline const DecodeKernel& kernel_of(const DecodeCall& call, int64_t row_tile) {
   const KeyLoad load = key_load_of(paged_cache(call), call.fp8_cache());
-  return kernel_of(call.operands(), call.row_tile, load == KeyLoad::kTiles);
+  return kernel_of(call.operands(), row_tile, load == KeyLoad::kTiles);
 }
+inline const DecodeKernel& kernel_of(const DecodeCall& call) { return kernel_of(call, call.row_tile); }
 
 // Every refusal of a call that can be made without reading what its tensors hold.
 inline void check(const DecodeCall& call) {
@@ -230,12 +252,15 @@ inline void check(const DecodeCall& call) {
   check_tensor("out", call.out, out_type, {{batch}, {s_q}, {heads}, {kLatentDim}}, Layout::kContiguous, device);
   check_aligned("out", call.out);
   check_tensor("lse", call.lse, kFloat32, {{batch}, {s_q}, {heads}}, Layout::kContiguous, device);
-  check_workspace(call.workspace, device, call.shape(), call.partitions);
+  if (call.shared.has_value()) {
+    check_shared(call.shared.value(), call.work_ranges, device, call.stack(), batch, call.partitions, call.num_sms);
+  }
+  check_workspace(call.workspace, device, call.workspace_floats());
   check_apart({extent("out", call.out), extent("lse", call.lse), extent("workspace", call.workspace)},
               {extent("q", call.q), extent("q_rope", call.q_rope), extent("kv_cache", call.kv_cache),
                extent("rope_cache", call.rope_cache), extent("block_table", call.block_table),
                extent("seq_lens", call.seq_lens), extent("work_ranges", call.work_ranges),
-               extent("split_offsets", call.split_offsets)});
+               extent("split_offsets", call.split_offsets), extent("shared", call.shared)});
 }
 
 // What dense and sparse calls say in the same words. A sparse call's tokens are the requests, q has no dimension for them.
@@ -295,8 +320,54 @@ inline DecodeParams decode_params(const DecodeCall& call) {
   params.cache = paged_cache(call);
   choose_key_load(params, call.fp8_cache());
   params.partials = kernel_of(call).partials;
+  params.last_slot = 2 * params.partitions - 1;
   params.early_loads = call.early_loads && params.key_load == KeyLoad::kTiles;
   return params;
+}
+
+// The calls of stacks and of what requests have of their own, and the merge behind both. In the workspace the requests' partial results
+// come first.
+struct SharedDecode {
+  DecodeParams stacks;
+  DecodeParams own;
+  MergeParams merge;
+};
+
+inline SharedDecode shared_decode(const DecodeCall& call) {
+  const SharedPlan plan = shared_plan(call.shared.value());
+  const StackShape stack = call.stack();
+  const DecodeShape shape = call.shape();
+  DecodeParams own = decode_params(call);
+  const int64_t own_rows = call.own_slots() * shape.row_groups * shape.row_tile, stack_rows = call.stack_slots() * stack.row_tile;
+  own.partial_lse = own.partial_out + own_rows * kLatentDim;
+  own.last_slot = int32_t(call.own_slots() - 1);
+
+  DecodeParams stacks = own;
+  stacks.partials = kernel_of(call, stack.row_tile).partials;
+  stacks.partial_out = own.partial_out + call.own_floats();
+  stacks.partial_lse = stacks.partial_out + stack_rows * kLatentDim;
+  stacks.last_slot = int32_t(call.stack_slots() - 1);
+  stacks.work_ranges = own.work_ranges + own.partitions;
+  stacks.batch = int32_t(stack.most_stacks(call.batch));
+  stacks.partitions = int32_t(call.num_sms);
+  stacks.rows = stacks.row_tile = stacks.heads = stack.row_tile;
+  stacks.row_groups = stacks.s_q = 1;
+  stacks.seq_lens = plan.stack_lens();
+  stacks.split_offsets = plan.stack_offsets();
+  stacks.stack_places = stack.places;
+  stacks.members = plan.members();
+  stacks.stack_count = plan.stack_count();
+  stacks.requests = own.batch;
+  while (1 << stacks.member_row_bits < own.rows) ++stacks.member_row_bits;
+  while (1 << stacks.member_head_bits < own.heads) ++stacks.member_head_bits;
+  own.first_tiles = plan.first_tiles();
+
+  const auto runs = [](const DecodeParams& of) {
+    return PartialRuns{of.partial_out, of.partial_lse, of.split_offsets, of.last_slot + 1, of.row_groups * of.row_tile, of.row_tile,
+                       of.partials};
+  };
+  return {stacks, own, {{runs(stacks), runs(own)}, plan.places(), stack.places, own.batch, own.rows, own.empty_lse, own.float16_out,
+                        own.out, own.lse}};
 }
 
 }  // namespace etap

@@ -233,7 +233,7 @@ inline void check(const SparseCall& call) {
   check_tensor("out", call.out, kBFloat16, {{tokens}, {heads}, {kLatentDim}}, Layout::kRows, device, " like q");
   check_own_rows("out", call.out);
   check_tensor("lse", call.lse, kFloat32, {{tokens}, {heads}}, Layout::kContiguous, device);
-  check_workspace(call.workspace, device, call.shape(), call.partitions);
+  check_workspace(call.workspace, device, call.shape().workspace_floats(call.partitions));
   const ListArguments &first = call.lists[0], &extra = call.lists[1];
   check_apart({extent("out", call.out), extent("lse", call.lse), extent("workspace", call.workspace)},
               {extent("q", call.q), extent("q_rope", call.q_rope), extent("request_ids", call.request_ids),

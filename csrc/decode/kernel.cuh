@@ -131,6 +131,19 @@ CUTE_DEVICE void init_barriers(Shared<T>& shared, bool query_maps_usable, int wa
   cutlass::arch::fence_barrier_init();
 }
 
+// Whether a call of stacks has none in this step; most calls have none, and then the next kernel shall not wait for this one. So all
+// CTAs but one end at once, which leaves their room to the next kernel's. That one waits for the predecessor: the next kernel waits
+// until this one has ended, and may then take the predecessor for ended, too, as behind a call that waits in every CTA.
+CUTE_DEVICE bool is_without_stacks(const DecodeParams& params) {
+  if (!params.early_loads) ETAP_MARKED(stacks_wait, cudaGridDependencySynchronize());
+  if (*params.stack_count > 0) return false;
+  if (blockIdx.x == 0) {
+    cudaTriggerProgrammaticLaunchCompletion();
+    cudaGridDependencySynchronize();
+  }
+  return true;
+}
+
 // kWholeTiles says that one copy brings a tile of the cache; else it comes in parts or rows, as params says. A kernel for both
 // would cost the former: ptxas orders the consumers' instructions otherwise for it.
 template <class T, bool kWholeTiles = true>
@@ -140,6 +153,9 @@ __global__ void __maxnreg__((registers<T, kWholeTiles>().launch))
   static_assert(are_traits<T>());
   extern __shared__ __align__(1024) char shared_bytes[];
   auto& shared = *reinterpret_cast<typename T::SharedStorage*>(shared_bytes);
+  if constexpr (kStacks<T>) {
+    if (params.members != nullptr && is_without_stacks(params)) return;
+  }
   if (threadIdx.x < kWarpSize) {
     const bool gathered = T::kSparse || (!kWholeTiles && params.key_load == KeyLoad::kRows);  // no TMA for the cache
     if (!T::kSparse && !gathered && threadIdx.x < sizeof(cache) / sizeof(CUtensorMap)) {

@@ -98,6 +98,34 @@ constexpr DecodeShape decode_shape(int64_t rows, const PlannedCalls& calls) {
   return shape;
 }
 
+// Requests that are decoded together as far as their pages are the same: see schedule/shared_prefixes.h.
+struct StackShape {
+  int32_t row_tile;  // of the CTA that decodes a stack
+  int32_t places;    // requests that fill it; less than 2: none are stacked
+  int32_t least;     // that it needs
+  // Tiles of all members in their stacks, below which a batch has none: another call and a merge cost more than is saved. On an H200
+  // 16 requests with 16K tokens in common and 64 with 4K (31 tiles a multiprocessor) took 42 and 57 us beside 40 and 51 without
+  // stacks, 64 with 16K 96 beside 139.
+  int64_t least_tiles;
+
+  constexpr bool exists() const { return places > 1; }
+  constexpr int64_t most_stacks(int64_t batch) const { return batch / least; }
+};
+
+// Where L2 has the cache, a tile of 64 rows takes 2.1 us and one of 16 rows 0.95 (an H200, bf16): three requests of four places pay, two
+// do not. Where tensor cores are few, a tile of 64 rows takes as long as four of 16; there two requests of 8 rows share one of 16.
+constexpr StackShape stack_shape(int64_t rows, int64_t num_sms) {
+  const bool few = few_tensor_cores(num_sms);
+  const int32_t row_tile = few ? kSmallGroup : kMaxRowTile;
+  const bool fits = rows > 0 && row_tile % rows == 0 && (!few || rows == kMinRowTile);
+  const auto places = int32_t(fits ? row_tile / rows : 1);
+  return {row_tile, places, (3 * places + 3) / 4, 32 * num_sms};
+}
+
+// Where requests of a batch have partial results because they are members of stacks, no partition and no request ends more than one
+// split. So do stacks.
+constexpr int64_t merged_slots(int64_t partitions, int64_t requests) { return partitions + requests; }
+
 // Of sparse attention, where the rows are a token's heads, whatever the caches.
 constexpr DecodeShape sparse_shape(int64_t heads) { return shape_of(heads, least_row_tile(heads)); }
 

@@ -107,34 +107,39 @@ __device__ Division choose_division(const Batch& batch, typename Scan::TempStora
   return decides ? Division::of_batch(shape, own_tiles, whole) : Division::of_lengths(shape, params.fixed_splits);
 }
 
+// Slots for the partial results of a request in so many splits.
+__host__ __device__ int64_t slots_of(const ScheduleParams& params, int r, int64_t splits) {
+  return splits > 1 || (params.merged != nullptr && params.merged[r] >= 0) ? splits : 0;
+}
+
 // Partial slots and the list of split requests.
 __device__ void write_splits(const Batch& batch, const Division& division, int64_t place, typename Scan::TempStorage& storage) {
   const ScheduleParams& params = batch.params;
   constexpr int kCountShift = 32;  // slots and split requests, packed so that one scan counts both
-  const auto for_each_request = [&](auto&& visit) {
+  const auto for_each_request = [&](auto&& visit) {  // with its slots
     int64_t walk = place;
 #pragma unroll 1
     for (int r = batch.first; r < batch.last; ++r) {
       const int64_t length = division.length(batch.tiles(r));
-      visit(r, division.splits(walk, length));
+      visit(r, slots_of(params, r, division.splits(walk, length)));
       walk += length;
     }
   };
   int64_t packed = 0;
-  for_each_request([&](int, int64_t splits) {
-    if (splits > 1) packed += splits + (int64_t(1) << kCountShift);
+  for_each_request([&](int, int64_t slots) {
+    if (slots > 0) packed += slots + (int64_t(1) << kCountShift);
   });
   int64_t before, all;
   Scan(storage).ExclusiveSum(packed, before, all);
-  for_each_request([&](int r, int64_t splits) {
+  for_each_request([&](int r, int64_t slots) {
     params.split_offsets[r] = int32_t(before);
-    if (splits <= 1) return;
+    if (slots == 0) return;
     // Lengths that change meanwhile may have more split requests than were counted.
     WorkRange& entry = params.work_ranges[min(int(before >> kCountShift), params.partitions - 1)];
     entry.split_request = r;
     entry.split_slot = int32_t(before);
-    entry.split_count = int32_t(splits);
-    before += splits + (int64_t(1) << kCountShift);
+    entry.split_count = int32_t(slots);
+    before += slots + (int64_t(1) << kCountShift);
   });
   if (threadIdx.x == 0) params.split_offsets[params.batch] = int32_t(all);
 }
@@ -161,10 +166,12 @@ __device__ __host__ void write_range(const ScheduleParams& params, const Divisio
   }
 }
 
-__global__ void __launch_bounds__(kThreads, 1) schedule_kernel(const __grid_constant__ ScheduleParams params) {
+__global__ void __launch_bounds__(kThreads, 1) schedule_kernel(const __grid_constant__ ScheduleParams given) {
   __shared__ typename Scan::TempStorage storage;
   __shared__ int64_t s_bound[kWarps];
   __shared__ int64_t s_place[kThreads];  // where each thread's first request lies on the line
+  ScheduleParams params = given;
+  if (given.batch_count != nullptr) params.batch = min(*given.batch_count, given.batch);
   const Batch batch(params);
 #pragma unroll 1
   for (int p = threadIdx.x; p < params.partitions; p += kThreads) params.work_ranges[p].split_request = -1;
@@ -221,7 +228,9 @@ void build_schedule_on_device(const ScheduleParams& params, cudaStream_t stream)
   ETAP_CUDA_CHECK(cudaGetLastError());
 }
 
-void build_schedule_on_host(const ScheduleParams& params) {
+void build_schedule_on_host(const ScheduleParams& given) {
+  ScheduleParams params = given;
+  if (given.batch_count != nullptr) params.batch = std::min(*given.batch_count, given.batch);
   const int64_t tiles = std::accumulate(params.seq_lens, params.seq_lens + params.batch, int64_t(0),
                                         [](int64_t sum, int32_t seq_len) { return sum + tiles_of(seq_len); });
   const BatchShape shape = BatchShape::of(params, tiles);
@@ -235,14 +244,15 @@ void build_schedule_on_host(const ScheduleParams& params) {
   int slots = 0, entries = 0;
   for (int p = 0; p < params.partitions; ++p) params.work_ranges[p].split_request = -1;
   for (int r = 0; r < params.batch; ++r) {
-    const int64_t splits = division.splits(places[r], places[r + 1] - places[r]);
+    const int64_t of_request = slots_of(params, r, division.splits(places[r], places[r + 1] - places[r]));
     params.split_offsets[r] = slots;
-    if (splits > 1) {
-      WorkRange& entry = params.work_ranges[entries++];
+    if (of_request > 0) {
+      // Merged requests may be more than partitions. Nobody reads the list of those.
+      WorkRange& entry = params.work_ranges[std::min(entries++, params.partitions - 1)];
       entry.split_request = r;
       entry.split_slot = slots;
-      entry.split_count = int(splits);
-      slots += int(splits);
+      entry.split_count = int(of_request);
+      slots += int(of_request);
     }
   }
   params.split_offsets[params.batch] = slots;

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from etap_backend._operator import compiled
 from etap_backend.calls import DenseCall
 from etap_backend.limits import FP8, HEAD_DIM, LATENT_DIM, TILE_TOKENS
 
@@ -118,17 +119,56 @@ def scaled_queries(rows: Tensor, dtype: torch.dtype, wanted: int) -> tuple[Tenso
     return torch.ldexp(rows, shift[..., None]).to(dtype).float(), torch.ldexp(ones, -shift)
 
 
-def decode_split(batch: Batch, request: int, tiles: range) -> tuple[Tensor, Tensor]:
+@dataclass(frozen=True)
+class Stacks:
+    """What a plan says of requests that share prefixes; see csrc/schedule/shared_prefixes.h."""
+
+    members: list[list[int]]  # requests of each stack
+    tile_counts: list[int]
+    offsets: list[int]  # of the stacks' slots
+    first_tiles: list[int]  # where each request's own tiles begin
+    places: list[tuple[int, int] | None]  # each request's stack, and its place there
+
+    @classmethod
+    def of(cls, call: DenseCall) -> "Stacks":
+        """Those of a call; none where it shares nothing."""
+        if call.shared is None:
+            return cls([], [], [0], [0] * call.batch, [None] * call.batch)
+        room = compiled("stack_shape")(call.s_q * call.heads, call.num_sms)[1]
+        _, _, _, first_tiles, places, lens, offsets, *members, counts = call.shared.tolist()
+        count, flat = counts[0], members[0] + members[1]
+        return cls(
+            [[m for m in flat[s * room : (s + 1) * room] if 0 <= m < call.batch] for s in range(count)],
+            [length // TILE_TOKENS for length in lens[:count]],
+            offsets[: count + 1] if count else [0],
+            first_tiles[: call.batch],
+            [None if place < 0 else divmod(place, room) for place in places[: call.batch]],
+        )
+
+    def of_request(self, slots: Tensor, request: int) -> Tensor:
+        """A request's partials among its stack's, [splits, rows, 513], of slots [slots, places, rows, 513]."""
+        if (place := self.places[request]) is None:
+            return slots[:0, 0]
+        stack, member = place
+        return slots[self.offsets[stack] : self.offsets[stack + 1], member]
+
+
+def decode_split(batch: Batch, request: int, tiles: range, pages_of: int | None = None) -> tuple[Tensor, Tensor]:
     """Attention of one request over one split's tiles: float32 out [rows, 512] and lse [rows].
 
     As in the kernel, st has the context on its rows and the queries on its columns.
+
+    Args:
+        batch, request, tiles: whose, and which.
+        pages_of: the request whose pages are read; None: this one.
     """
+    pages_of = request if pages_of is None else pages_of
     qt = batch.q[request].T
     visible = batch.visible(request)
 
     def scores_and_products() -> Iterator[tuple[Tensor, Product]]:
         for tile in tiles:
-            k = batch.tile(request, tile)
+            k = batch.tile(pages_of, tile)
             st = (k @ qt) * (batch.score_factor[request] / math.log(2))
             position = torch.arange(k.shape[0]) + tile * TILE_TOKENS
             st.masked_fill_(position[:, None] >= visible, float("-inf"))
@@ -201,7 +241,7 @@ def splits(work_ranges: Tensor, partitions: int, tile_counts: list[int]) -> Iter
                 yield request, range(first, max(first, last)), begin_split if request == begin_request else 0
 
 
-def _check_contents(batch: Batch, tile_counts: list[int], planned: list[tuple[int, range, int]]) -> None:
+def _check_contents(batch: Batch, tile_counts: list[int], planned: list[tuple[int, range]]) -> None:
     """Refuse wrong lengths, pages and schedules, which a GPU could only check by waiting for its own data."""
     pages, page_size, _ = batch.kv_cache.shape
     capacity = batch.block_table.shape[1] * page_size
@@ -209,7 +249,7 @@ def _check_contents(batch: Batch, tile_counts: list[int], planned: list[tuple[in
     if longest > capacity:
         raise ValueError(f"seq_lens: wanted at most {capacity} tokens (max_pages * page_size), got {longest}")
     covered = [[] for _ in tile_counts]
-    for request, tiles, _ in planned:
+    for request, tiles in planned:
         covered[request].extend(tiles)
     for request, tiles in enumerate(tile_counts):
         if covered[request] != list(range(tiles)):
@@ -249,11 +289,26 @@ def decode(call: DenseCall) -> None:
         call.fp8_math,
     )
     tile_counts = [-(-length // TILE_TOKENS) for length in batch.seq_lens]
-    planned = list(splits(call.work_ranges, call.partitions, tile_counts))
-    _check_contents(batch, tile_counts, planned)
+    stacks = Stacks.of(call)
+    own_counts = [tiles - first for tiles, first in zip(tile_counts, stacks.first_tiles, strict=True)]
+    planned = [
+        (request, range(tiles.start + stacks.first_tiles[request], tiles.stop + stacks.first_tiles[request]), split)
+        for request, tiles, split in splits(call.work_ranges, call.partitions, own_counts)
+    ]
+    stacked = list(splits(call.work_ranges[call.partitions :], call.num_sms, stacks.tile_counts))
+    shared = [(member, tiles) for stack, tiles, _ in stacked for member in stacks.members[stack]]
+    _check_contents(batch, tile_counts, [*shared, *((request, tiles) for request, tiles, _ in planned)])
     offsets = call.split_offsets[: call.batch + 1].tolist()
-    slots = call.workspace[: offsets[-1] * rows * PARTIAL_FLOATS].view(offsets[-1], rows, PARTIAL_FLOATS)
+    own_floats, room = offsets[-1] * rows * PARTIAL_FLOATS, max(map(len, stacks.members), default=1)
+    stack_floats = stacks.offsets[-1] * room * rows * PARTIAL_FLOATS
+    slots = call.workspace[:own_floats].view(-1, rows, PARTIAL_FLOATS)
+    stack_slots = call.workspace[own_floats : own_floats + stack_floats].view(-1, room, rows, PARTIAL_FLOATS)
     out_rows, lse_rows = call.out.view(call.batch, rows, LATENT_DIM), call.lse.view(call.batch, rows)
+
+    for stack, tiles, split in stacked:
+        members = stacks.members[stack]
+        for slot, member in zip(stack_slots[stacks.offsets[stack] + split], members, strict=False):
+            slot[:, :LATENT_DIM], slot[:, LATENT_DIM] = decode_split(batch, member, tiles, pages_of=members[0])
 
     for request, tiles, split in planned:
         split_out, split_lse = decode_split(batch, request, tiles)
@@ -265,7 +320,8 @@ def decode(call: DenseCall) -> None:
             slot[:, :LATENT_DIM], slot[:, LATENT_DIM] = split_out, split_lse
 
     for request in range(call.batch):
-        partial = slots[offsets[request] : offsets[request + 1]]
+        own = slots[offsets[request] : offsets[request + 1]]
+        partial = torch.cat([stacks.of_request(stack_slots, request), own])
         if len(partial):
             merged_out, merged_lse = combine(partial[..., :LATENT_DIM], partial[..., LATENT_DIM])
             out_rows[request] = merged_out.to(call.out.dtype)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from dataclasses import replace
 
 from etap_backend.plan.alternatives import make_plan, what_fits
 from etap_backend.plan.deployment import Deployment, cache_named
@@ -13,6 +14,7 @@ from etap_backend.plan.files import parse_tokens
 from etap_backend.plan.gpu import read_gpu
 from etap_backend.plan.model import read_model
 from etap_backend.plan.report import document, screen
+from etap_backend.plan.shared import predict
 
 FLAGS = {"model": "model", "gpus": "--count", "cache": "--kv-dtype", "rows": "--s-q x heads"}
 
@@ -36,6 +38,9 @@ def run(options: argparse.Namespace) -> int:
         layout = (options.count, tp, options.dp, options.pp, options.dcp)
         on = Deployment(*layout, cache, context, options.batch, options.s_q, options.utilization)
         made = make_plan(model, gpu, on, options.attention_share)
+        if options.shared_prefix is not None:
+            tokens = parse_tokens(options.shared_prefix, "shared_prefix")
+            made = replace(made, shared=predict(model, gpu, on, made, tokens))
         found = what_fits(model, gpu, on, options.attention_share)
         drafted = None
         if options.drafts or options.acceptance is not None:

@@ -133,10 +133,10 @@ def _scalar(hint: Any, value: Any, key: str) -> Any:
     return base(value)
 
 
-def parse_tokens(text: str) -> int:
-    """A number of tokens, such as 4096, 4K or 1M. Raises ValueError, naming `context`, for anything else."""
+def parse_tokens(text: str, argument: str = "context") -> int:
+    """A number of tokens, such as 4096, 4K or 1M. Raises ValueError, naming the argument, for anything else."""
     scale = {"k": 1024, "m": 1024**2}.get(text[-1:].lower(), 1)
     number = text[:-1] if scale > 1 else text
     if not re.fullmatch(r"[0-9]{1,400}", number) or int(number) < 1:
-        raise ValueError(f"context: wanted a number of tokens such as 4096, 4K or 1M, got {text[:60]!r}")
+        raise ValueError(f"{argument}: wanted a number of tokens such as 4096, 4K or 1M, got {text[:60]!r}")
     return int(number) * scale

@@ -179,6 +179,16 @@ class Gain:
 
 
 @dataclass(frozen=True)
+class Shared:
+    """Microseconds of a call of ETAP's faster math where all requests begin with the same tokens."""
+
+    tokens: int
+    apart_us: float  # in pages of their own
+    from_l2_us: tuple[float, ...]  # from least to most in the same pages, without the flag; empty where nobody read it
+    once_us: float | None  # in the same pages, with the flag; None where it has no effect
+
+
+@dataclass(frozen=True)
 class Plan:
     """The planner's answer. With sparse attention the indexer's time, and so a step's, is a lower bound."""
 
@@ -192,6 +202,7 @@ class Plan:
     in_bf16: Attention | None = None  # ETAP with a bfloat16 cache, and the tokens that fit then
     bf16_tokens: int | None = None
     indexer: Attention | None = None
+    shared: Shared | None = None
 
     @property
     def best(self) -> Attention:

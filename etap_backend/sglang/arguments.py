@@ -137,6 +137,8 @@ def _draft_refusals(view, is_models: bool) -> Iterator[str]:
 def _determinism_refusals(view, sparse: bool) -> Iterator[str]:
     """Modes that cannot be deterministic. In the others FlashAttention 3 prefills."""
     mode = "enable_deterministic_inference is not supported"
+    if engine_contract.shares_prefixes():
+        yield f"{mode} with {engine_contract.SHARED_PREFIX_VARIABLE}=1"
     if sparse:
         yield f"{mode} with sparse attention: SGLang has no indexer that chooses the same rows in every batch"
     if view.dcp_size > 1:

@@ -106,7 +106,7 @@ class ETAPBackend(AttentionBackend):
         self._fp8_math = fp8_cache and fp8_math
         self._allocate(1 if skip_prefill else policy.verified, fp8_cache)
         if not skip_prefill:
-            types = engine_contract.types_text(model_runner.dtype, fp8_cache, self._fp8_math)
+            types = engine_contract.types_text(model_runner.dtype, fp8_cache, self._fp8_math, policy.shared_prefix)
             _logger.info("Attention backend %s: %s", versions.NAME, types)
             if slow := engine_contract.small_pages_text(self.page_size, policy.num_heads * policy.verified):
                 _logger.warning("Attention backend %s: %s", versions.NAME, slow)
@@ -130,6 +130,7 @@ class ETAPBackend(AttentionBackend):
                 batch_invariant=policy.deterministic,
                 fp8_cache=fp8_cache,
                 fp8_math=self._fp8_math,
+                shared_prefix=policy.shared_prefix and not self.skip_prefill,
             )
             workspace = schedule.workspace
             made.append(schedule)
@@ -244,9 +245,9 @@ class ETAPBackend(AttentionBackend):
         self._fill_table(forward_batch.req_pool_indices, lengths, table)
         self.forward_metadata = []
         for run, schedule in calls:
-            seen = lengths[run.requests]
-            planned = schedule.build(seen, run.s_q)
-            self.forward_metadata.append(DecodeCall(run.tokens, table[run.requests], seen, planned, early_loads))
+            seen, pages = lengths[run.requests], table[run.requests]
+            planned = schedule.build(seen, run.s_q, block_table=pages, page_size=self.page_size)
+            self.forward_metadata.append(DecodeCall(run.tokens, pages, seen, planned, early_loads))
 
     def _fill_table(self, req_pool_indices: Tensor, lengths: Tensor, table: Tensor) -> None:
         """Write the block table; under decode context parallelism also turn the lengths into this rank's."""
@@ -335,8 +336,8 @@ class ETAPMultiStepDraftBackend(FlashMLAMultiStepDraftBackend):
     """The draft model's decode steps, planned together before the first one.
 
     In step i a request has i + 1 more tokens than the batch says: its drafts so far. All steps share the last one's
-    block table, which includes their pages, and its schedule, which fits slightly shorter contexts too. Each step has
-    its own lengths.
+    block table, which includes their pages, and its schedule, which fits slightly shorter contexts too, without shared
+    prefixes. Each step has its own lengths.
     """
 
     def __init__(self, model_runner, topk: int, speculative_num_steps: int, *, fp8_math: bool = False):

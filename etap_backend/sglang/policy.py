@@ -21,6 +21,7 @@ class Policy:
         verified: query tokens per request in a verification of drafts; 1 without drafts.
         max_requests: most requests per step; SGLang pads steps so that the ranks divide each half.
         deterministic: whether a request's result must not depend on the other requests.
+        shared_prefix: whether pages that requests begin with are read once for several requests; dense attention only.
     """
 
     num_heads: int
@@ -28,6 +29,7 @@ class Policy:
     verified: int
     max_requests: int
     deterministic: bool
+    shared_prefix: bool
 
     @classmethod
     def of(cls, model_runner) -> "Policy":
@@ -40,6 +42,7 @@ class Policy:
             verified=get_spec().speculative_num_draft_tokens or 1,
             max_requests=-(-model_runner.req_to_token_pool.size // multiple) * multiple,
             deterministic=is_deterministic(),
+            shared_prefix=engine_contract.shares_prefixes(),
         )
 
     def check(self, model_runner, why_unsupported, **asked) -> None:

@@ -195,7 +195,7 @@ def choose_by_default(server_args, previous) -> None:
     Raises:
         ValueError: the environment variable is neither 0 nor 1.
     """
-    if engine_contract.is_first_choice() and not any(arguments.model_backends(server_args)):
+    if engine_contract.is_on(engine_contract.AUTO_VARIABLE) and not any(arguments.model_backends(server_args)):
         view = versions.if_chosen(server_args)
         reason = arguments.why_not_default(view) or _why_not(view, NAME)
         if reason is None:

@@ -86,7 +86,8 @@ class ETAPSparseBackend(DeepseekSparseAttnBackend):
         self._why_own_top_k = engine_contract.why_engines_top_k(self.dsa_index_topk, modes)
         if not options.get("speculative_num_steps"):
             text = "Attention backend %s: sparse attention, KV cache %s, prefill by %s, top-k by %s"
-            _logger.info(text, versions.NAME, cache, prefill, versions.ENGINE.selects(self._why_own_top_k))
+            selects = versions.ENGINE.selects(self._why_own_top_k) + engine_contract.no_shared_prefix_text()
+            _logger.info(text, versions.NAME, cache, prefill, selects)
 
     def get_indexer_metadata(self, layer_id: int, forward_batch):
         """SGLang's, with ETAP's top-k where that selects."""

@@ -68,7 +68,8 @@ class ETAPV4Backend(DeepseekV4AttnBackend):
         self._why_own_top_k = engine_contract.why_engines_top_k(self.index_topk, modes)
         if not options.get("speculative_num_steps"):
             text = "Attention backend %s: DeepSeek-V4, decode and prefill, %d heads unpadded, KV cache %s, top-k by %s"
-            _logger.info(text, versions.NAME, self._heads, SPARSE_FP8, versions.ENGINE.selects(self._why_own_top_k))
+            selects = versions.ENGINE.selects(self._why_own_top_k) + engine_contract.no_shared_prefix_text()
+            _logger.info(text, versions.NAME, self._heads, SPARSE_FP8, selects)
 
     def forward_c4_indexer(self, *args, forward_batch, **options) -> None:
         """SGLang's, with ETAP's top-k for all but prompts where that selects."""

@@ -4,6 +4,7 @@ import math
 from typing import Any, ClassVar
 
 import torch
+import vllm.envs as envs
 from vllm.config import get_current_vllm_config_or_none
 from vllm.config.cache import CacheDType
 from vllm.model_executor.layers.attention.mla_attention import MLACommonBackend
@@ -122,6 +123,8 @@ class ETAPBackend(KernelBackend, MLACommonBackend):
     def _why_not(cls, use_sparse: bool, asked: dict[str, Any]) -> str | None:
         if reason := why_unsupported(**asked):
             return reason
+        if envs.VLLM_BATCH_INVARIANT and engine_contract.shares_prefixes():
+            return f"{engine_contract.SHARED_PREFIX_VARIABLE}=1 is not supported with VLLM_BATCH_INVARIANT=1"
         if asked["page_size"] % min(BLOCK_SIZES):
             return f"block_size {asked['page_size']} is not supported: wanted a multiple of {min(BLOCK_SIZES)} tokens"
         if use_sparse:

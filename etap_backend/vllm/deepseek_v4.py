@@ -60,6 +60,7 @@ class ETAPLayer:
         self._etap_workspace_floats = sparse_workspace_floats(self.padded_heads, self._etap_num_sms)
         logger.info_once(
             f"{NAME} decodes: DeepSeek-V4's sparse attention, {self.padded_heads} query heads, KV cache {SPARSE_FP8}"
+            f"{engine_contract.no_shared_prefix_text()}"
         )
         if self.indexer is not None:
             top_k.install(get_current_vllm_config())

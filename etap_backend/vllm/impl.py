@@ -74,7 +74,7 @@ class ETAPImpl(KernelImpl, MLACommonImpl[ETAPMetadata]):
             raise NotImplementedError(f"{versions.NAME}: {reason}")
         self._fp8_cache = asked["kv_cache_dtype"].startswith("fp8")
         self._fp8_math = policy.fp8_math and self._fp8_cache
-        types = engine_contract.types_text(asked["dtype"], self._fp8_cache, self._fp8_math)
+        types = engine_contract.types_text(asked["dtype"], self._fp8_cache, self._fp8_math, policy.shared_prefix)
         self._begin(config, policy.workspace_floats(num_compute_units()), types)
 
     def forward_mqa(

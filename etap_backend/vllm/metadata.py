@@ -98,6 +98,7 @@ class ETAPMetadataBuilder(MLACommonMetadataBuilder[ETAPMetadata]):
                 fp8_cache=kv_cache_spec.dtype.itemsize == 1,
                 fp8_math=policy.fp8_math,
                 any_batch=policy.graphs_change_batch,
+                shared_prefix=policy.shared_prefix,
             )
             for _ in range(MAX_RUNS)
         ]
@@ -157,7 +158,7 @@ class ETAPMetadataBuilder(MLACommonMetadataBuilder[ETAPMetadata]):
                 )
                 table, seq_lens = refill()
             early_loads = self._early_loads and 0 < s_q <= self.policy.verified
-            planned = schedule.build(seq_lens, s_q or 1)
+            planned = schedule.build(seq_lens, s_q or 1, block_table=table, page_size=self.page_size)
             calls.append(DecodeCall(tokens, table, seq_lens, planned, early_loads))
         return ETAPDecodeMetadata(
             block_table=block_table_tensor,
@@ -173,4 +174,4 @@ class ETAPMetadataBuilder(MLACommonMetadataBuilder[ETAPMetadata]):
         if metadata.decode.refill:
             metadata.decode.refill()
         for call, schedule in zip(metadata.decode.calls, self.schedules, strict=False):
-            schedule.build(call.seq_lens, call.schedule.s_q)
+            schedule.build(call.seq_lens, call.schedule.s_q, block_table=call.block_table, page_size=self.page_size)

@@ -6,6 +6,7 @@ import vllm.envs as envs
 from vllm.config import VllmConfig
 from vllm.v1.attention.backend import max_decode_query_len
 
+from etap_backend import engine_contract
 from etap_backend.schedule import DecodeSchedule
 from etap_backend.short_prompts import short_prompt_tokens
 
@@ -34,6 +35,7 @@ class Policy:
             captured with. Micro-batches may cut a request with drafts in two, and where the number of drafts changes,
             the draft model's graph may be one for more requests than the target's step.
         fp8_math: whether an FP8 cache is multiplied in e4m3.
+        shared_prefix: whether pages that requests begin with are read once for several requests.
     """
 
     num_heads: int
@@ -45,6 +47,7 @@ class Policy:
     token_by_token: bool
     graphs_change_batch: bool
     fp8_math: bool
+    shared_prefix: bool
 
     @classmethod
     def of(cls, config: VllmConfig, num_heads: int) -> "Policy":
@@ -62,6 +65,9 @@ class Policy:
         if not (token_by_token or prompts_elsewhere):
             longest = max(verified, short_prompt_tokens(num_heads))
         dynamic = drafts is not None and (parallel.use_ubatching or drafts.uses_dynamic_speculative_decoding())
+        if dynamic and engine_contract.shares_prefixes():
+            other = "drafts in micro-batches or of changing number"
+            raise ValueError(f"{engine_contract.SHARED_PREFIX_VARIABLE}=1 is not supported with {other}")
         return cls(
             num_heads=num_heads,
             verified=verified,
@@ -72,12 +78,18 @@ class Policy:
             token_by_token=token_by_token,
             graphs_change_batch=dynamic,
             fp8_math=wants_fp8_math(config),
+            shared_prefix=engine_contract.shares_prefixes(),
         )
 
     def workspace_floats(self, num_sms: int) -> int:
         """Floats of scratch memory that the largest call needs."""
         return DecodeSchedule.workspace_floats(
-            self.num_heads, self.max_s_q, num_sms, max_batch=self.max_batch, batch_invariant=self.batch_invariant
+            self.num_heads,
+            self.max_s_q,
+            num_sms,
+            max_batch=self.max_batch,
+            batch_invariant=self.batch_invariant,
+            shared_prefix=self.shared_prefix,
         )
 
 

@@ -27,7 +27,7 @@ def register() -> None:
 
     Raises ValueError for an invalid value of ETAP_AUTO.
     """
-    preferred = engine_contract.is_first_choice()
+    preferred = engine_contract.is_on(engine_contract.AUTO_VARIABLE)
     try:
         if (reason := ENGINE.why_too_old()) is None:
             _register(preferred)

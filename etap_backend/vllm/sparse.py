@@ -85,6 +85,7 @@ class ETAPSparseImpl(KernelImpl, SparseMLACommonImpl[FlashAttnMLASparseMetadata]
         self._shape = sparse_decode_shape(asked["num_heads"])
         self._batch_invariant = envs.VLLM_BATCH_INVARIANT
         types = f"sparse attention, KV cache {SPARSE_FP8 if fp8_cache else 'bfloat16'}"
+        types += engine_contract.no_shared_prefix_text()
         self._begin(config, sparse_workspace_floats(asked["num_heads"], self._num_sms), types)
         top_k.install(config)
 

@@ -90,7 +90,9 @@ def extend(module: ModuleType) -> None:
 
     @functools.wraps(vllm_select)
     def select(vllm_config):
-        preferred = vllm_config.attention_config.backend is None and engine_contract.is_first_choice()
+        preferred = vllm_config.attention_config.backend is None and engine_contract.is_on(
+            engine_contract.AUTO_VARIABLE
+        )
         if not (preferred or _is_selected(vllm_config)):
             return vllm_select(vllm_config)
         try:

@@ -39,11 +39,13 @@ SOURCES = {
     "marked": HERE / "marked.cu",
     "marked_sparse": HERE / "marked_sparse.cu",
     "schedule": CSRC / "schedule" / "schedule.cu",
+    "shared_prefixes": CSRC / "schedule" / "shared_prefixes.cu",
     "combine": CSRC / "combine" / "combine.cu",
+    "merge": CSRC / "combine" / "merge.cu",
     "top_k": CSRC / "top_k" / "top_k.cu",
 }
-SHIPPED = (*DECODES, "combine")  # the library's kernels
-MARKED = ("marked", "combine")  # the kernels for planted faults
+SHIPPED = (*DECODES, "combine", "merge")  # the library's kernels
+MARKED = ("marked", "combine", "merge")  # the kernels for planted faults
 MARKED_SPARSE = ("marked_sparse", "combine")
 CACHE = ROOT / "build" / "ptx"
 BUILT = "build/*/ptx"  # where the wheel's build leaves the PTX that it assembles
@@ -130,6 +132,8 @@ def find(pretty_function: str, sources: tuple[str, ...]) -> tuple[str, str]:
 
     pretty_function: the function's name with its template arguments, which are the kernel's; see `decode_launches`.
     """
+    if "prepare_merge" in pretty_function:
+        return "merge", *module("merge").names.values()
     called = _combine_kernel(pretty_function)
     inner = re.escape(_short(_template_arguments(pretty_function)))
     pattern = re.compile(rf"{called}<(\w+::)?{inner}(, true)?>\(")  # kWholeTiles' default
@@ -189,7 +193,16 @@ def late_for_decode(tensors: dict[str, torch.Tensor | None], s_q: int) -> np.nda
             for each in caches:
                 last = each[tensors["block_table"][request, page], row]
                 rows.append((last.data_ptr(), last.data_ptr() + last.numel() * last.element_size()))
-    settled = ("kv_cache", "rope_cache", "kv_scale", "block_table", "seq_lens", "work_ranges", "split_offsets")
+    settled = (
+        "kv_cache",
+        "rope_cache",
+        "kv_scale",
+        "block_table",
+        "seq_lens",
+        "work_ranges",
+        "split_offsets",
+        "shared",
+    )
     return np.concatenate([every_byte(tensors, settled), np.array(rows, np.uint64).reshape(-1, 2)])
 
 
@@ -199,6 +212,10 @@ def tensor_map(numbers: list[int]) -> TensorMap:
     extents, strides, box = rest[:rank], rest[rank : 2 * rank - 1], rest[2 * rank - 1 :]
     fill = NAN[kind] if fills_nan else b"\0"
     return TensorMap(address, len(NAN[kind]), tuple(extents), tuple(strides), tuple(box), 16 << swizzle, fill)
+
+
+def _decodes(pretty_function: str) -> bool:
+    return not _combine_kernel(pretty_function) and "prepare_merge" not in pretty_function
 
 
 def _combine_kernel(pretty_function: str) -> str:
@@ -243,10 +260,10 @@ def run_decode(
     ran = []
     for launch in decode_launches(problem.case, planned, copies, softmax_scale, empty_lse, early_loads):
         name, x, y, threads, shared_bytes, params, cache_maps, query_maps = launch
-        # The combine kernel takes the first argument alone.
-        arguments = [bytes(params), *([] if ran else _maps(cache_maps, query_maps))]
+        # Those that sum partials take the first argument alone.
+        arguments = [bytes(params), *(_maps(cache_maps, query_maps) if _decodes(name) else [])]
         # The combine kernel reads the schedule before it waits for partials: decode has waited before it begins.
-        memory.late = every_byte(copies, besides=("work_ranges",)) if ran else late
+        memory.late = late if _decodes(name) else every_byte(copies, besides=("work_ranges",))
         kernel = kernel_of(*find(name, sources), edit)
         ran.append(kernel.launch((x, y), threads, shared_bytes, arguments, memory, **how))
     tensors["out"].copy_(copies["out"])
@@ -265,7 +282,7 @@ def decode_tensors(problem, planned, runner) -> dict[str, torch.Tensor | None]:
     tensors = dict(q=problem.call_q, q_rope=problem.call_q_rope)
     tensors |= dict(kv_cache=problem.call_kv_cache, rope_cache=problem.rope_cache)
     tensors |= {name: getattr(problem, name) for name in ("q_scale", "kv_scale", "block_table", "seq_lens")}
-    tensors |= {name: getattr(planned, name) for name in ("work_ranges", "split_offsets", "workspace")}
+    tensors |= {name: getattr(planned, name) for name in ("work_ranges", "split_offsets", "shared", "workspace")}
     return tensors | dict(out=runner.out.tensor, lse=runner.lse.tensor)
 
 
@@ -316,21 +333,57 @@ class ScheduleParams(ctypes.Structure):
         *((name, ctypes.c_uint64) for name in ("seq_lens", "work_ranges", "split_offsets")),
         *((name, ctypes.c_int32) for name in ("batch", "partitions", "fixed_splits", "split_rows")),
         *((name, ctypes.c_int32) for name in ("split_cost", "single_tiles")),
+        *((name, ctypes.c_uint64) for name in ("batch_count", "merged")),
     ]
 
 
 def run_schedule(
-    seq_lens, work_ranges, split_offsets, fixed_splits: int, split_rows: int, split_cost: int, single_tiles: int
+    seq_lens,
+    work_ranges,
+    split_offsets,
+    fixed_splits: int,
+    split_rows: int,
+    split_cost: int,
+    single_tiles: int,
+    batch_count=None,
+    merged=None,
 ) -> None:
     """The schedule kernel, on the buffers of an etap_backend.DecodeSchedule."""
     memory = Memory()
     copies = placed(memory, dict(seq_lens=seq_lens, work_ranges=work_ranges, split_offsets=split_offsets))
+    more = placed(memory, dict(batch_count=batch_count, merged=merged))
     counts = (len(seq_lens), len(work_ranges), fixed_splits, split_rows, split_cost, single_tiles)
-    params = bytes(ScheduleParams(*(tensor.data_ptr() for tensor in copies.values()), *counts))
+    known = (0 if tensor is None else tensor.data_ptr() for tensor in more.values())
+    params = bytes(ScheduleParams(*(tensor.data_ptr() for tensor in copies.values()), *counts, *known))
     (name,) = module("schedule").names.values()
     Kernel(module("schedule"), name).launch((1, 1), SCHEDULE_THREADS, 0, [params], memory)
     work_ranges.copy_(copies["work_ranges"])
     split_offsets.copy_(copies["split_offsets"])
+
+
+class SharedParams(ctypes.Structure):
+    """etap::SharedParams of csrc/schedule/shared_prefixes.h."""
+
+    _fields_ = [
+        *((name, ctypes.c_uint64) for name in ("fields", "max_batch", "seq_lens", "block_table", "block_table_stride")),
+        *((name, ctypes.c_int32) for name in ("max_pages", "page_size", "batch", "s_q", "stack_places")),
+        *((name, kind) for name, kind in [("least_members", ctypes.c_int32), ("least_tiles", ctypes.c_int64)]),
+    ]
+
+
+def run_find_stacks(shared, seq_lens, block_table, page_size: int, s_q: int, places: int, least: int, least_tiles: int):
+    """The kernels that find a step's stacks, on the buffer of an etap_backend.DecodeSchedule."""
+    memory = Memory()
+    copies = placed(memory, dict(shared=shared, seq_lens=seq_lens, block_table=block_table))
+    plan, lengths, table = copies.values()
+    numbers = (block_table.shape[1], page_size, len(seq_lens), s_q, places, least, least_tiles)
+    addresses = (plan.data_ptr(), plan.shape[1], lengths.data_ptr(), table.data_ptr(), block_table.stride(0))
+    params = bytes(SharedParams(*addresses, *numbers))
+    names = module("shared_prefixes").names
+    for kernel, blocks, threads in [("order", 1, 1024), ("compare", len(seq_lens), 1024), ("stack", 1, 256)]:
+        (name,) = (name for full, name in names.items() if f"{kernel}_kernel" in full)
+        Kernel(module("shared_prefixes"), name).launch((blocks, 1), threads, 0, [params], memory)
+    shared.copy_(plan)
 
 
 def run_top_k(

@@ -22,10 +22,12 @@ from emulator.ptx import Edit, EmulationError, Entry
 
 from etap_backend import DecodeSchedule
 from etap_backend._library import library
-from etap_backend.schedule import decode_shape
+from etap_backend.limits import SHARED_FIELDS
+from etap_backend.schedule import decode_shape, stack_shape
 from support.cases import Case, Problem, Runner, build
 from support.compare import Truth, problems_with, truth
 from support.covering import covering
+from support.shared import Tree, plan_of
 
 pytestmark = kernels.NEEDS_COMPILER
 
@@ -93,11 +95,111 @@ def every_combine_kernel(batch: int, heads: int, kind: str, num_sms: int) -> Cas
     return Case((130, *[70] * (batch - 1)), heads=heads, num_sms=num_sms, **KINDS[kind])
 
 
+SHARED = [  # heads, CTAs, requests with prefixes of so many tokens: four of 16 rows, pairs of 8, eight of 8, two of 32
+    (16, 1, 100, (4,)), (8, 1, 5, (2, 2)), (8, 1, 100, (8,)), (16, 2, 100, (2, 2)), (32, 1, 100, (2,)),
+]  # fmt: skip
+
+
+def sharing(kind: str, heads: int, s_q: int, num_sms: int, groups, page_size: int = 64, **more) -> Case:
+    """Requests in groups with 8 or 9 tiles in common and some of their own, and one that shares nothing."""
+    batch, common = sum(groups), 8 * 64 + 5 if page_size < 64 else 9 * 64
+    lengths = (*(common + 1 + s_q + 37 * request for request in range(batch)), 70)
+    prefixes = tuple((members, common) for members in groups)
+    return Case(lengths, heads, s_q, num_sms=num_sms, page_size=page_size, prefixes=prefixes, **more, **KINDS[kind])
+
+
+@covering(1, {
+    "kind": list(KINDS), "heads, s_q, num_sms, groups": SHARED, "early_loads": [False, True], "timing": TIMINGS,
+}, most=2)  # fmt: skip
+def test_shared_prefixes(kind, heads, s_q, num_sms, groups, early_loads, timing):
+    case = sharing(kind, heads, s_q, num_sms, groups)
+    planned = (runner := Runner(problem_and_truth(case)[0])).build()
+    assert [len(stack.members) for stack in plan_of(planned).stacks] == list(groups), runner
+    verify(case, early_loads=early_loads, timing=timing)
+
+
+# Rows that are gathered and parts that are copied, of a prefix that ends within a tile; strided and split queries.
+@covering(1, {
+    "kind": list(CACHES),
+    "heads, num_sms, groups": [(16, 100, (4,)), (8, 5, (2, 2))],
+    "page_size, q_layout": [(1, "strided"), (32, "split"), (64, "split"), (48, "packed"), (128, "strided")],
+}, most=2)  # fmt: skip
+def test_shared_prefixes_in_pages_of_any_size(kind, heads, num_sms, groups, page_size, q_layout):
+    verify(sharing(kind, heads, 1, num_sms, groups, page_size, q_layout=q_layout))
+
+
+@covering(1, {"kind": list(CACHES), "heads, s_q, num_sms, groups": SHARED[:2], "what": ["query", "own tile"]})
+def test_nan_of_one_member_stays_its_own(kind, heads, s_q, num_sms, groups, what):
+    problem, wanted = problem_and_truth(sharing(kind, heads, s_q, num_sms, groups))
+    problem = replace(problem, call_q=problem.call_q.clone(), kv_cache=problem.kv_cache.clone())
+    if what == "query":
+        problem.call_q[1] = torch.nan
+    else:
+        length, page = problem.case.lengths[1], problem.case.page_size
+        problem.kv_cache[problem.block_table[1, (length - 1) // page], (length - 1) % page] = torch.nan
+    kernels.run_decode(problem, (runner := Runner(problem)).build(), runner)
+    out, lse = runner.out.tensor, runner.lse.tensor
+    assert out[1].isnan().all() and lse[1].isnan().all()
+    out[1], lse[1] = wanted.out[1].to(out.dtype), wanted.lse[1].to(lse.dtype)
+    assert not problems_with(out, lse, problem, wanted)
+
+
+@covering(1, {"kind": list(CACHES), "heads, s_q, num_sms, groups": SHARED[:2], "early_loads": [False, True]})
+def test_a_step_that_shares_nothing(kind, heads, s_q, num_sms, groups, early_loads):
+    """The call of stacks ends at once, and the merge finds what is split."""
+    case = replace(sharing(kind, heads, s_q, num_sms, groups), prefixes=((1, 0),))
+    planned = (runner := Runner(problem_and_truth(case)[0])).build()
+    assert planned.shared is not None and not plan_of(planned).stacks, runner
+    verify(case, early_loads=early_loads)
+
+
+@covering(1, {"kind": list(CACHES), "heads, s_q, num_sms, groups": SHARED[:2], "later": [(70, 1, 1), (3000, 3000)]})
+def test_a_plan_of_another_step_writes_nothing_else(kind, heads, s_q, num_sms, groups, later):
+    """The schedule was built again: results are wrong, but no kernel leaves its outputs and its workspace."""
+    problem, _ = problem_and_truth(sharing(kind, heads, s_q, num_sms, groups))
+    runner = Runner(problem)
+    planned = runner.build()
+    other = build(replace(problem.case, lengths=later, prefixes=((len(later), 0),)), "cpu")
+    pages = dict(block_table=other.block_table, page_size=64)
+    runner.schedule.build(other.seq_lens, s_q, **pages)
+    planned.shared[7:9] = 1 << 30  # members that no call has
+    kernels.run_decode(problem, planned, runner)  # raises where anything lies outside
+
+
+@covering(1, {"page_size": [1, 16, 48, 64, 256], "s_q": [1, 2], "batch": [0, 1, 2, 9, 40], "places": [2, 4, 8]})
+def test_stacks_are_found_as_the_library_does_on_the_host(page_size, s_q, batch, places):
+    tree = Tree.drawn(batch, page_size, seed=page_size + batch)
+    heads = 64 // places // s_q
+    numbers = (page_size, s_q, *stack_shape(heads * s_q, 132)[1:3], 0)
+    emulated, wanted = torch.zeros(2, SHARED_FIELDS, max(batch, 1), dtype=torch.int32)
+    kernels.run_find_stacks(emulated, tree.seq_lens, tree.block_table, *numbers)
+    ranges, offsets = torch.zeros(264, 8, dtype=torch.int32), torch.zeros(batch + 1, dtype=torch.int32)
+    buffers = (tree.seq_lens, tree.block_table, ranges, offsets, wanted)
+    library().build_shared_schedule(*buffers, page_size, s_q, heads, 0, 132, 132, 16, 2, 4)
+    host_offsets = wanted[6].clone()
+    wanted[6] = 0
+    assert torch.equal(emulated, wanted)
+    # And both schedules, of stacks of which the device alone knows the number.
+    own, stacks = torch.zeros(132, 8, dtype=torch.int32), torch.zeros(132, 8, dtype=torch.int32)
+    own_offsets, most = torch.zeros_like(offsets), batch // numbers[3]
+    if not most:
+        return
+    stack_offsets = torch.zeros(most + 1, dtype=torch.int32)
+    kernels.run_schedule(wanted[2, :batch], own, own_offsets, 0, 16, 2, 4, merged=wanted[4])
+    costs = decode_shape(64, 132)[3:]
+    count, lengths = wanted[9, :1], wanted[5, :most].clone()
+    kernels.run_schedule(lengths, stacks, stack_offsets, 0, *costs, batch_count=count, merged=lengths)
+    assert torch.equal(own[:, :5], ranges[:132, :5]) and torch.equal(own_offsets, offsets)
+    assert torch.equal(stacks[:, :5], ranges[132:, :5])
+    assert torch.equal(stack_offsets[: count.item() + 1], host_offsets[: count.item() + 1])
+
+
 def test_every_compiled_kernel_has_a_case():
     """A kernel that is compiled into the library and not listed here would never run without a GPU."""
     cases = [every_decode_kernel(*each) for each in EVERY_DECODE]
     found = set()
-    for case in [*cases, *(every_combine_kernel(*each) for each in COMBINES)]:
+    cases += [every_combine_kernel(*each) for each in COMBINES]
+    for case in [*cases, sharing("bf16", *SHARED[0])]:
         problem = build(case, "cpu")
         planned = (runner := Runner(problem)).build()
         launches = kernels.decode_launches(case, planned, kernels.decode_tensors(problem, planned, runner))
@@ -308,12 +410,17 @@ def test_scores_far_below_zero_are_attended_to(heads, num_sms):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("source", ["sixteen_bit", "fp8", "fp8_math"])
 def test_decode_waits_for_its_predecessor_before_it_lets_the_combine_kernel_begin(source):
-    """The combine kernel reads the list of split requests as soon as it begins."""
+    """The combine kernel reads the list of split requests as soon as it begins.
+
+    Behind a call of stacks that finds none comes another decode kernel: there one CTA triggers first and then waits.
+    """
     module = kernels.module(source)
     for name in module.names.values():
         opcodes = [item.opcode for item in Entry(module, name).instructions() if "griddepcontrol" in item.parts]
         triggers = [i for i, opcode in enumerate(opcodes) if opcode == "griddepcontrol.launch_dependents"]
-        assert triggers and all(i > 0 and opcodes[i - 1] == "griddepcontrol.wait" for i in triggers)
+        first = [i for i in triggers if i == 0 or opcodes[i - 1] != "griddepcontrol.wait"]
+        stacks = any(rows in name for rows in ("ELi16E", "query_major", "SharedTiles", "mixed_major"))
+        assert triggers and len(first) <= stacks and all(opcodes[i + 1] == "griddepcontrol.wait" for i in first)
 
 
 # Tiles with new tokens alone, behind others, and two of them; requests of one CTA, one of several, and nearly as many
@@ -392,6 +499,8 @@ CASES = {
     "query_major": Case((200, 449), heads=64, num_sms=1),
     "transposed single tiles": Case((64, 40, 64, 1, 64, 64), num_sms=1),
     "transposed early": Case((200, 449), num_sms=1),
+    "query_major stacks": sharing("bf16", *SHARED[0]),
+    "query_major stacks early": sharing("bf16", *SHARED[0]),
     "transposed rows": Case((200, 449), num_sms=1, page_size=1),
     "transposed parts": Case((200, 449), num_sms=1, page_size=32),
     "query_major rows": Case((200, 449), heads=64, num_sms=1, page_size=1),
@@ -428,6 +537,8 @@ FAULTS = {  # by kernel and mark (see csrc/common/mark.h): what the emulator say
     ("transposed early", "new_tokens_wait"): "without having waited",
     ("transposed early", "queries_wait"): "without having waited",
     ("transposed early", "first_split_wait"): "without having waited",
+    ("query_major stacks", "stacks_wait"): "without having waited",
+    ("query_major stacks early", "queries_wait"): "without having waited",
     ("transposed rows", "rows_room"): "deadlock|in flight|inf/NaN elsewhere|cosine|more arrivals",
     ("transposed rows", "rows_wait"): "in flight",
     ("transposed rows", "rows_fence"): "inf/NaN elsewhere",

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 RECORD = Path(__file__).with_name("verified.sha256")
 FOLDERS = ("csrc", "tests/emulator")
 NO_INPUTS = ("verified.py", "test_verified.py", RECORD.name)  # and what Python compiles
-SUPPORT = ("cases", "compare", "covering", "sparse_cases", "sparse_compare", "top_k_cases")
+SUPPORT = ("cases", "compare", "covering", "shared", "sparse_cases", "sparse_compare", "top_k_cases")
 
 
 def inputs(root: Path = ROOT) -> dict[str, bytes]:

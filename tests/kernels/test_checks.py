@@ -18,7 +18,7 @@ from etap_backend import (
 )
 from etap_backend._library import library
 from etap_backend._operator import SCHEMA_TYPES
-from etap_backend.calls import DenseCall, ScheduleCall, SparseCall, TopKCall
+from etap_backend.calls import DenseCall, ScheduleCall, SharedScheduleCall, SparseCall, TopKCall
 from support.cases import Case, build, decode
 from support.compare import check, truth
 
@@ -129,7 +129,7 @@ REFUSED_ALONE = {
     name: (name, BYTES)
     for name in (
         *("q", "kv_cache", "q_scale", "kv_scale", "block_table", "seq_lens"),
-        *("work_ranges", "split_offsets", "workspace", "out", "lse"),
+        *("work_ranges", "split_offsets", "shared", "workspace", "out", "lse"),
     )
 } | {
     "softmax_scale": ("softmax_scale", 0.0),
@@ -164,7 +164,8 @@ def test_each_argument_reaches_the_place_of_its_name(monkeypatch, field):
 
 
 def test_the_library_tells_the_arguments_that_python_gives_it():
-    calls = {"decode": DenseCall, "sparse_decode": SparseCall, "build_schedule": ScheduleCall, "top_k": TopKCall}
+    calls = {"decode": DenseCall, "sparse_decode": SparseCall, "top_k": TopKCall}
+    calls |= {"build_schedule": ScheduleCall, "build_shared_schedule": SharedScheduleCall}
     assert set(library().arguments()) == set(calls)
     for name, call in calls.items():
         given = [f"{SCHEMA_TYPES[kind]} {argument}" for argument, kind in get_type_hints(call).items()]
@@ -181,6 +182,8 @@ DENSE_SPOILED = [
     ("work_ranges", torch.zeros(8, 7, dtype=torch.int32), ValueError, "work_ranges"),
     ("split_offsets", torch.zeros(4), TypeError, "split_offsets"),
     ("split_offsets", torch.zeros(3, dtype=torch.int32), ValueError, "split_offsets"),
+    ("shared", torch.zeros(9, 8, dtype=torch.int32), ValueError, "shared"),
+    ("shared", torch.zeros(10, 2, dtype=torch.int32), ValueError, "shared"),
     ("workspace", torch.zeros(99), ValueError, "workspace"),
     ("q", torch.zeros(3, 32, 576), ValueError, "q"),
     ("softmax_scale", NAN, ValueError, "softmax_scale"),
@@ -207,6 +210,24 @@ def test_a_direct_call_of_the_library_is_refused_as_well(name, make, spoiled, fu
     value = value.to(device) if isinstance(value, torch.Tensor) else value
     with pytest.raises(error, match=rf"^{named}\b.*: wanted"):
         getattr(library(), function.format(name))(*make(device, **{argument: value}))
+
+
+@pytest.mark.parametrize("name, value, named", [
+    ("page_size", 0, "page_size"), ("s_q", 0, "s_q"), ("heads", 0, "heads"), ("num_sms", 0, "num_sms"),
+    ("num_sms", 133, "work_ranges"), ("heads", 48, "shared"), ("split_cost", 0, "split_cost"),
+    ("shared", torch.zeros(9, 4, dtype=torch.int32), "shared"),
+    ("shared", torch.zeros(10, 3, dtype=torch.int32), "shared"),
+    ("block_table", torch.zeros(3, 9, dtype=torch.int32), "block_table"),
+    ("work_ranges", torch.zeros(263, 8, dtype=torch.int32), "work_ranges"),
+])  # fmt: skip
+def test_a_direct_build_of_shared_prefixes_is_refused_as_well(name, value, named):
+    schedule = DecodeSchedule(4, 16, device="cpu", num_sms=132, shared_prefix=True)
+    buffers = (schedule.work_ranges, schedule.split_offsets, schedule.shared)
+    lengths, table = torch.ones(4, dtype=torch.int32), torch.zeros(4, 9, dtype=torch.int32)
+    call = SharedScheduleCall(lengths, table, *buffers, 64, 1, 16, 0, 132, 132, 16, 2, 4)
+    library().build_shared_schedule(*call)
+    with pytest.raises((ValueError, TypeError), match=rf"^{named}\b.*: wanted"):
+        library().build_shared_schedule(*call._replace(**{name: value}))
 
 
 @pytest.mark.gpu

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from etap_backend import DecodeSchedule
-from support.cases import WILD_PAGES, Case, Guarded, Problem, build, decode
+from support.cases import WILD_PAGES, Case, Guarded, Problem, build, decode, stacked_from
 from support.compare import check, truth
 from support.held_sms import sms_held
 
@@ -41,7 +41,8 @@ class Recorded:
 
     def __init__(self, problem: Problem, num_sms: int | None = None):
         case, batch = problem.case, len(problem.case.lengths)
-        self.schedule = DecodeSchedule(batch, case.heads, max_s_q=case.s_q, num_sms=num_sms)
+        shared = bool(case.prefixes)
+        self.schedule = DecodeSchedule(batch, case.heads, max_s_q=case.s_q, num_sms=num_sms, shared_prefix=shared)
         self.out = Guarded(problem.q.shape[:3] + (512,), case.out_dtype, "cuda")
         self.lse = Guarded(problem.q.shape[:3], torch.float32, "cuda")
         wild = torch.tensor(WILD_PAGES, dtype=torch.int32, device="cuda")
@@ -64,7 +65,9 @@ class Recorded:
         self.static.seq_lens.copy_(problem.seq_lens)
 
     def build(self):
-        self.planned = self.schedule.build(self.static.seq_lens, self.static.case.s_q)
+        pages = dict(block_table=self.table, page_size=self.static.case.page_size)
+        with stacked_from(0):
+            self.planned = self.schedule.build(self.static.seq_lens, self.static.case.s_q, **pages)
 
     def decode(self):
         decode(self.static, self.planned, out=self.out.tensor, lse=self.lse.tensor)
@@ -106,6 +109,28 @@ def test_one_graph_serves_other_lengths(heads, s_q, where, cache):
         recorded.load(problem)
         if not inside:
             recorded.build()
+        graph.replay()
+        recorded.check(problem)
+
+
+@every_cache
+@pytest.mark.parametrize("heads, s_q, num_sms", [(16, 1, 132), (8, 2, 132), (8, 1, 78)])
+def test_one_graph_serves_steps_whose_sharing_comes_and_goes(heads, s_q, num_sms, cache):
+    steps = [
+        ((2000, 1500, 1200, 1400, 700, 900), ((4, 1100), (2, 600))),
+        ((700, 64, 5000, 1, 0, 300), ((1, 0),)),
+        ((700, 5000, 900, 701, 3000, 2000), ((6, 640),)),
+        ((3000, 1, 3000, 3000, 3001, 64), ((1, 0), (1, 0), (3, 2900))),
+    ]
+    cases = [
+        Case(lengths, heads, s_q, pool_pages=POOL_PAGES, prefixes=prefixes, seed=70 + i, **cache)
+        for i, (lengths, prefixes) in enumerate(steps)
+    ]
+    batches = [build(case, "cuda") for case in cases]
+    recorded = Recorded(batches[0], num_sms)
+    graph = recorded.record(recorded.build, recorded.decode)
+    for problem in [*batches, *batches[::-1]]:
+        recorded.load(problem)
         graph.replay()
         recorded.check(problem)
 

@@ -91,6 +91,25 @@ def test_numbers_of_multiprocessors(device, kind, heads, s_q, num_sms):
     verify(Case(lengths, heads=heads, s_q=s_q, num_sms=num_sms, seed=4, **KINDS[kind]), device)
 
 
+SHARED_ROWS = [(16, 1, 132), (8, 1, 132), (32, 1, 132), (16, 2, 132), (4, 4, 132), (8, 1, 78)]
+
+
+@on_devices({"kind": list(KINDS), "heads, s_q, num_sms": SHARED_ROWS})
+def test_shared_prefixes(device, kind, heads, s_q, num_sms):
+    """Groups that fill stacks and more, one that fills none, and requests that share nothing."""
+    scale = {"cpu": 1, "cuda": 8}[device]
+    groups = [(9, 640), (3, 1000), (1, 0), (8, 768), (2, 64)]
+    lengths = [tokens * scale + 7 + 61 * i for members, tokens in groups for i in range(members)]
+    prefixes = tuple((members, tokens * scale) for members, tokens in groups)
+    verify(Case((*lengths, 0), heads, s_q, num_sms=num_sms, prefixes=prefixes, seed=31, **KINDS[kind]), device)
+
+
+@on_devices({"kind": list(PAGED_KINDS), "page_size": (1, 16, 48, 128, 256), "q_layout": ("strided", "split")})
+def test_shared_prefixes_in_pages_of_any_size(device, kind, page_size, q_layout):
+    layout = dict(page_size=page_size, q_layout=q_layout, num_sms=132, prefixes=((4, 900), (3, 700)))
+    verify(Case((1000, 1300, 901, 950, 800, 707, 701, 300), 16, seed=32, **layout, **KINDS[kind]), device)
+
+
 @on_devices({"kind": CACHES, "batch": (1, 2, 31, 64, 133, 256)}, cpu={"batch": (1, 2, 64, 133)})
 def test_ragged_batches(device, kind, batch):
     draw = random.Random(batch)

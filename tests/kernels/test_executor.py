@@ -135,7 +135,7 @@ def test_partials_of_very_large_scores_weigh_together_no_more_than_one():
 def test_torch_accepts_the_operators_registration():
     problem = build(Case((70, 300), 16), "cpu")
     schedule = DecodeSchedule(2, 16, device="cpu").build(problem.seq_lens)
-    buffers = (schedule.work_ranges, schedule.split_offsets, schedule.workspace)
+    buffers = (schedule.work_ranges, schedule.split_offsets, schedule.shared, schedule.workspace)
     outputs = (torch.zeros(2, 1, 16, 512, dtype=torch.bfloat16), torch.zeros(2, 1, 16))
     inputs = (problem.q, None, problem.kv_cache, None, None, None, problem.block_table, problem.seq_lens)
     torch.library.opcheck(
@@ -154,28 +154,41 @@ def test_torch_accepts_the_registration_of_building_a_schedule():
         (lengths, schedule.work_ranges, schedule.split_offsets, 8, 0, 16, 4, 1),
         test_utils=("test_schema", "test_faketensor", "test_autograd_registration"),
     )
+    schedule = DecodeSchedule(3, 16, device="cpu", num_sms=132, shared_prefix=True)
+    buffers = (schedule.work_ranges, schedule.split_offsets, schedule.shared)
+    torch.library.opcheck(
+        torch.ops.etap_backend.build_shared_schedule.default,
+        (lengths, torch.zeros(3, 70, dtype=torch.int32), *buffers, 64, 1, 16, 0, 132, 132, 16, 4, 1),
+        test_utils=("test_schema", "test_faketensor", "test_autograd_registration"),
+    )
 
 
-@pytest.mark.parametrize("batch_invariant", [False, True])
-def test_fake_tensors_go_through_a_step(batch_invariant):
+@pytest.mark.parametrize("option", ["any_batch", "batch_invariant", "shared_prefix"])
+def test_fake_tensors_go_through_a_step(option):
     """As a compiler or a memory profile passes them; they have no memory that the library could look at."""
     with FakeTensorMode():
-        lengths, table = torch.ones(2, dtype=torch.int32), torch.zeros(2, 9, dtype=torch.int32)
-        planned = DecodeSchedule(2, 16, device="cpu", batch_invariant=batch_invariant).build(lengths)
-        q, cache = (torch.zeros(*shape, 576, dtype=torch.bfloat16) for shape in ((2, 1, 16), (9, 64)))
+        lengths, table = torch.ones(3, dtype=torch.int32), torch.zeros(3, 9, dtype=torch.int32)
+        schedule = DecodeSchedule(3, 16, device="cpu", num_sms=132, **{option: True})
+        planned = schedule.build(lengths, block_table=table, page_size=64)
+        q, cache = (torch.zeros(*shape, 576, dtype=torch.bfloat16) for shape in ((3, 1, 16), (9, 64)))
         out, lse = mla_decode(q, cache, table, lengths, planned, softmax_scale=SOFTMAX_SCALE)
-    assert (out.shape, lse.shape, out.dtype) == ((2, 1, 16, 512), (2, 1, 16), torch.bfloat16)
+    assert (out.shape, lse.shape, out.dtype) == ((3, 1, 16, 512), (3, 1, 16), torch.bfloat16)
 
 
+@pytest.mark.parametrize("shared_prefix", [False, True])
 @pytest.mark.parametrize("requests", [1, 3])
-def test_torch_compile_takes_a_build_for_any_number_of_requests(requests):
-    schedule = DecodeSchedule(4, 16, device="cpu")
+def test_torch_compile_takes_a_build_for_any_number_of_requests(requests, shared_prefix):
+    schedule = DecodeSchedule(4, 16, device="cpu", num_sms=132, shared_prefix=shared_prefix)
+    table = torch.zeros(4, 20, dtype=torch.int32)
     lengths = [torch.tensor([1000 + n] * requests, dtype=torch.int32) for n in (1, 2)]
-    compiled = torch.compile(
-        lambda seq_lens: schedule.build(seq_lens).work_ranges + 0, fullgraph=True, backend="aot_eager"
-    )
+
+    def ranges(seq_lens):
+        planned = schedule.build(seq_lens, block_table=table[: seq_lens.shape[0]], page_size=64)
+        return planned.work_ranges + 0
+
+    compiled = torch.compile(ranges, fullgraph=True, backend="aot_eager")
     for seq_lens in (*lengths, torch.ones(4, dtype=torch.int32)):
-        assert torch.equal(compiled(seq_lens), schedule.build(seq_lens).work_ranges)
+        assert torch.equal(compiled(seq_lens), ranges(seq_lens))
 
 
 def test_autocast_changes_nothing_on_the_cpu():

@@ -25,7 +25,7 @@ def launches(case: Case, q: torch.Tensor | None = None, caches: tuple | None = N
     return library().decode_launches(
         *(q, problem.call_q_rope, *(caches or (problem.call_kv_cache, problem.rope_cache))),
         *(problem.q_scale, problem.kv_scale, problem.block_table[:batch], problem.seq_lens[:batch]),
-        *(planned.work_ranges, planned.split_offsets, planned.workspace, out, lse),
+        *(planned.work_ranges, planned.split_offsets, None, planned.workspace, out, lse),
         *(
             SOFTMAX_SCALE,
             batch,
@@ -103,7 +103,7 @@ def test_a_batch_invariant_step_of_few_requests_has_the_gpus_tensor_cores():
     assert planned.partitions < 100
     out, lse = torch.empty(8, 1, 16, 512, dtype=torch.bfloat16), torch.empty(8, 1, 16)
     inputs = (problem.call_q, None, problem.call_kv_cache, None, None, None, problem.block_table, problem.seq_lens)
-    buffers = (planned.work_ranges, planned.split_offsets, planned.workspace, out, lse)
+    buffers = (planned.work_ranges, planned.split_offsets, None, planned.workspace, out, lse)
     grids = []
     for num_sms in (132, 78):
         numbers = planned._replace(num_sms=num_sms)[:6]

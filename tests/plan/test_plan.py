@@ -24,6 +24,7 @@ from etap_backend.plan.gpu import LONGEST_REST, Call, Figure, read_gpu
 from etap_backend.plan.memory import RESERVE_BYTES, memory_of, parameters_of, weights_of
 from etap_backend.plan.model import read_model
 from etap_backend.plan.report import percent, verdict
+from etap_backend.plan.shared import MERGE_US, predict
 from etap_backend.plan.step import Gain
 
 WITHIN = 0.15
@@ -558,6 +559,45 @@ def test_drafts_are_planned_beside_each_other(etap_plan):
     assert "drafts cost nothing to make here" in etap_plan("kimi-k2", "--gpu", "H200", "--count", "16", "--drafts")
 
 
+@pytest.mark.parametrize(
+    "cache, fp8_math, batch, common, read_us, from_l2_us",
+    [
+        ("bfloat16", False, 64, 16 * K, 96, (139, 153)),
+        ("bfloat16", False, 100, 16 * K, 144, (239, 243)),
+        ("bfloat16", False, 300, 8 * K, 277, (334, 369)),
+        ("fp8", True, 64, 16 * K, 80, (102, 107)),
+        ("fp8", True, 100, 16 * K, 116, (158, 160)),
+        ("fp8", True, 64, 64 * K, 209, (346, 369)),
+    ],
+)
+def test_shared_prefixes_are_within_a_quarter_of_two_calls_on_an_h200(
+    cache, fp8_math, batch, common, read_us, from_l2_us
+):
+    """Read with today's kernels at commit f26c4cd, without the merge, for 1K own tokens of each request."""
+    where = on(batch, common + K, cache=cache)
+    found = predict(R1, H200, where, made := make_plan(R1, H200, where), common)
+    assert (made.best is made.fp8_math) == fp8_math
+    assert found.once_us - MERGE_US == pytest.approx(read_us, rel=0.25)
+    least, most = found.from_l2_us
+    assert 0.9 * least <= from_l2_us[0] and from_l2_us[1] <= 1.1 * most and most < found.apart_us
+
+
+@pytest.mark.parametrize("model, batch, common", [(R1, 16, 16 * K), (R1, 64, 4 * K), (K3, 64, 16 * K)])
+def test_where_two_calls_read_no_gain_there_is_none(model, batch, common):
+    """Nor for 12 heads, of which no number fills 64 rows."""
+    where = on(batch, common + K)
+    assert predict(model, H200, where, make_plan(model, H200, where), common).once_us is None
+
+
+def test_on_an_h20_pairs_of_8_heads_share_and_16_heads_do_not(etap_plan):
+    where = on(64, 17 * K)
+    found = predict(K2, H20_141, where, make_plan(K2, H20_141, where), 16 * K)
+    assert 1.5 < found.apart_us / found.once_us < 1.8 and not found.from_l2_us
+    words = ("--batch", "64", "--context", "17K", "--shared-prefix", "16K")
+    assert "ETAP_SHARED_PREFIX=1 has no effect here: " in etap_plan(*words)
+    assert "not measured at this version." in etap_plan("kimi-k2", *words)
+
+
 def test_json_has_what_the_screen_has(etap_plan):
     text = etap_plan("kimi-k2", "--gpu", "H200", "--count", "16", "--tp", "8", "--pp", "2", "--json")
     document = json.loads(text)
@@ -592,6 +632,9 @@ def test_json_has_what_the_screen_has(etap_plan):
         (["--drafts", "--attention-share", "0.3"], "--attention-share: wanted none beside --drafts, got 0.3"),
         (["--attention-share", "nan"], "--attention-share: wanted"),
         (["--utilization", "nan"], "--utilization: wanted"),
+        (["--shared-prefix", "a"], "--shared-prefix: wanted a number of tokens such as 4096, 4K or 1M, got 'a'"),
+        (["--shared-prefix", "16K"], "--shared-prefix: wanted .* fewer tokens than the context's 16384, got 16384"),
+        (["deepseek-v3.2", "--shared-prefix", "1K"], "--shared-prefix: wanted a dense model, .*, got 1024"),
         (["no-one/no-model"], "model: wanted a file or one of deepseek-r1, .*, got no-one/no-model"),
         (["./no-model"], "model: wanted a file that exists and can be read, got ./no-model$"),
         (["meituan-longcat/LongCat-Flash-Chat"], "model: wanted one that the plan knows, .*: LongCat-Flash has"),

@@ -196,6 +196,20 @@ def test_the_doctor_without_a_gpu_says_what_is_missing_and_what_to_do(etap, no_g
     assert re.search(r"library +ok +ABI version", text)
 
 
+@pytest.mark.parametrize(
+    "value, verdict, found",
+    [
+        ("", "OK", "ETAP_SHARED_PREFIX=0"),
+        ("1", "OK", "ETAP_SHARED_PREFIX=1"),
+        ("on", "BROKEN", "wanted 0 or 1, got 'on'"),
+    ],
+)
+def test_the_doctor_says_what_the_plugins_flags_turn_on(monkeypatch, value, verdict, found):
+    monkeypatch.setenv("ETAP_SHARED_PREFIX", value)
+    finding = doctor.check_flags()
+    assert finding.verdict is doctor.Verdict[verdict] and found in finding.found
+
+
 @pytest.mark.gpu
 def test_the_doctor_on_a_gpu_is_content(etap):
     status, text, _ = etap("doctor")

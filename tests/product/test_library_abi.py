@@ -20,8 +20,8 @@ SYSTEM_LIBRARIES = re.compile(r"(libc|libm|libdl|librt|libpthread|libgcc_s|libst
 SYSTEM_VERSIONS = re.compile(r"(GLIBC|GLIBCXX|CXXABI|GCC)_[\d.]+")
 WEAK_HOOKS = {"__gmon_start__", "_ITM_deregisterTMCloneTable", "_ITM_registerTMCloneTable"}
 BOUND = {
-    *("abi_version", "arguments", "constants", "decode_shape"),
-    *("build_schedule", "check_decode", "decode", "decode_launches"),
+    *("abi_version", "arguments", "constants", "decode_shape", "stack_shape"),
+    *("build_schedule", "build_shared_schedule", "check_decode", "decode", "decode_launches"),
     *("check_sparse_decode", "sparse_decode", "sparse_decode_launches"),
     *("sparse_decode_shape", "sparse_splits"),
     *("check_top_k", "top_k", "top_k_launch"),

@@ -342,6 +342,13 @@ def test_refuses(refuses, model, flags, argument):
     refuses((*ETAP, *flags), argument, model)
 
 
+def test_shared_prefixes_are_refused_beside_deterministic_inference(refuses, monkeypatch):
+    monkeypatch.setenv("ETAP_SHARED_PREFIX", "1")
+    refuses(
+        (*ETAP, DETERMINISTIC), "enable_deterministic_inference is not supported with ETAP_SHARED_PREFIX=1", "dense"
+    )
+
+
 @pytest.mark.parametrize("phase, model, argument", [
     ("prefill-", "dense", "enable_prefill_cp"), ("decode-", "dense", "enable_prefill_cp"),
     ("decode-", "V3.2", "beside fa3"), ("decode-", "GLM-5", "beside fa3"), ("decode-", "Dots3-Note", "Dots3-Note"),

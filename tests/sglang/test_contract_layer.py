@@ -44,6 +44,7 @@ from etap_backend.sglang import model_support
 from etap_backend.sglang import prompts as prompts_module
 from etap_backend.sglang.prompts import prompt_runs
 from etap_backend.short_prompts import MAX_RUNS, equal_runs
+from support.cases import stacked_from
 from support.sglang_layer import (
     CONTEXT,
     DRAFTS,
@@ -214,6 +215,16 @@ class Problem:
             table[request, :length] = slots[:length]
         self.cache = runner.token_to_kv_pool.get_key_buffer(0)
         self.write(rank=0)
+
+    def share(self, common):
+        """Let requests begin with the first one's tokens, in its pages."""
+        others = zip(self.requests.tolist(), self.kv, self.slots, self.new, strict=True)
+        for request, rows, slots, new in list(others)[1:]:
+            tokens = min(common, len(rows) - new) // self.runner.page_size * self.runner.page_size
+            rows[:tokens], slots[:tokens] = self.kv[0][:tokens], self.slots[0, :tokens]
+            self.runner.req_to_token_pool.req_to_token[request, :tokens] = slots[:tokens]
+        self.write()
+        return self
 
     def write(self, rank=0, keep=None):
         """Write the cache of one rank, all but the last `keep` tokens of each request, the new ones when None."""
@@ -867,7 +878,9 @@ def test_a_draft_models_steps_are_planned_once_for_all(make, monkeypatch, page):
             with monkeypatch.context() as patch:
                 patch.setattr(backend_module, "create_flashmla_kv_indices_triton", fills)
                 patch.setattr(
-                    backend_module.DecodeSchedule, "build", lambda *of, builds=builds: builds.append(of) or build(*of)
+                    backend_module.DecodeSchedule,
+                    "build",
+                    lambda *of, builds=builds, **more: builds.append(of) or build(*of, **more),
                 )
                 plan(batch)
             assert fills.calls == len(builds) == 1
@@ -956,6 +969,53 @@ def test_metadata_captured_in_a_cuda_graph_serves_later_steps(make, mode, page):
     later.check(later.attend(backend, batch))
 
 
+@pytest.fixture
+def shared_prefix(monkeypatch):
+    """However little a step shares."""
+    monkeypatch.setenv("ETAP_SHARED_PREFIX", "1")
+    with stacked_from(0):
+        yield
+
+
+def stacks(backend):
+    """Groups of requests whose common tiles the step's call reads once."""
+    (call,) = backend.forward_metadata
+    return 0 if call.schedule.shared is None else int(call.schedule.shared[-1, 0])
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["eager", "graph"])
+@pytest.mark.parametrize("page", [PAGE, 1])
+def test_a_shared_prefix_is_read_once(make, shared_prefix, page, ahead):
+    """From the block table that a graph reads, filled anew for each step. On a GPU of few multiprocessors, as the CPU
+    is one here, requests of 8 rows share."""
+    runner, backend = make(page_size=page, heads=8)
+    for common in (640, 0):
+        problem = Problem(runner, [1000, 700, 900, 1024, 129]).share(common)
+        problem.run(backend, ahead=ahead)
+        assert (stacks(backend) > 0) == (common > 0)
+
+
+def test_plans_are_made_of_the_tables_that_calls_read(make, monkeypatch, shared_prefix):
+    runner, backend = make(page_size=1, heads=8)
+    given, build = [], backend_module.DecodeSchedule.build
+    record = lambda *of, **more: given.append(more) or build(*of, **more)  # noqa: E731
+    monkeypatch.setattr(backend_module.DecodeSchedule, "build", record)
+    backend.init_forward_metadata(Problem(runner, [70, 129, 300], s_q=[3, 4, 4]).batch(EXTEND))
+    assert [more["page_size"] for more in given] == [1, 1]
+    for more, call in zip(given, backend.forward_metadata, strict=True):
+        assert more["block_table"].data_ptr() == call.block_table.data_ptr()
+
+
+def test_a_draft_models_steps_share_no_prefix(make, monkeypatch, shared_prefix):
+    """They share a plan, whose lengths are the last step's."""
+    runner, backend = make(mode=VERIFY, heads=8)
+    steps = draft_factory(runner, monkeypatch).create_decode_backend()
+    assert backend.schedule.shared is not None and steps.attn_backends[0].schedule.shared is None
+    problem = Problem(runner, [1000, 700, 900, 800], new=1).share(640)
+    steps.init_forward_metadata(problem.batch(seq_lens=torch.tensor(problem.lengths) - 1, spec_info=object()))
+    problem.check(problem.attend(steps.attn_backends[0], problem.batch()))
+
+
 @pytest.mark.parametrize("page", [PAGE, 1, 16])
 def test_ranks_of_decode_context_parallelism_merge_by_natural_log_sum_exp(make, parallel, page):
     """Each rank has every second token, decodes with the heads of both, and weighs its output with exp(lse)."""
@@ -1038,6 +1098,12 @@ def test_the_log_names_cache_and_math(caplog, name, options, types):
     with caplog.at_level("INFO", logger=backend_module.__name__):
         ATTENTION_BACKENDS[name](make_runner(**options))
     assert re.fullmatch(f"Attention backend etap: {types}", caplog.messages[-1])
+
+
+def test_the_log_names_shared_prefixes(caplog, shared_prefix):
+    with caplog.at_level("INFO", logger=backend_module.__name__):
+        ATTENTION_BACKENDS["etap"](make_runner())
+    assert caplog.messages[-1].endswith("math bfloat16, shared prefixes read once")
 
 
 @pytest.mark.parametrize("options, warns", [

@@ -695,3 +695,10 @@ def test_what_is_sglangs_is_named(parallel, monkeypatch, caplog, options, enviro
     backend.forward_metadata = SimpleNamespace(paged_mqa_schedule_metadata=None, paged_mqa_ctx_lens_2d=None)
     batch = SimpleNamespace(forward_mode=ForwardMode.DECODE)
     assert type(backend.get_indexer_metadata(0, batch)) is DSAIndexerMetadata
+
+
+def test_the_log_says_that_no_prefix_is_shared(caplog, monkeypatch):
+    monkeypatch.setenv("ETAP_SHARED_PREFIX", "1")
+    with caplog.at_level("INFO", logger=sparse.__name__):
+        ATTENTION_BACKENDS["etap"](make_runner(**INDEXED))
+    assert caplog.messages[-1].endswith("top-k by etap; ETAP_SHARED_PREFIX=1 has no effect on it")

@@ -6,12 +6,14 @@ in every unused page, wild page ids in the unused block-table entries, NaN and i
 
 from __future__ import annotations
 
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
 
 from etap_backend import BuiltSchedule, DecodeSchedule, mla_decode
+from etap_backend import schedule as schedule_module
 
 LATENT, ROPE = 512, 64
 HEAD_DIM = LATENT + ROPE
@@ -21,6 +23,17 @@ LAWS = ("normal", "clamped", "outliers", "dominating", "rising", "falling")
 ALIGNED_LAWS = ("dominating", "rising", "falling")  # keys along a direction that a request's queries share
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
+
+
+@contextmanager
+def stacked_from(least_tiles: int):
+    """Stacks of steps that share less than pays on a GPU."""
+    before = schedule_module.stack_shape
+    schedule_module.stack_shape = lambda *rows: before(*rows)._replace(least_tiles=least_tiles)
+    try:
+        yield
+    finally:
+        schedule_module.stack_shape = before
 
 
 @dataclass(frozen=True)
@@ -46,6 +59,9 @@ class Case:
     q_power: int = 0  # queries are 2^q_power larger than the law's, keys as much smaller
     fp8_math: bool = False
     output: str = "same"  # dtype of the output; same: the query's, or bfloat16 when that is FP8
+    # Requests, and tokens whose pages they have in common: of the first ones, of those behind them, and so on. Then the
+    # schedule shares prefixes, however little that saves.
+    prefixes: tuple[tuple[int, int], ...] = ()
     groups: bool = False  # few multiprocessors may take rows in groups of 16 where batch or cache suggest it
 
     @property
@@ -60,7 +76,8 @@ class Case:
     def planned(self) -> dict:
         """Arguments of a schedule for it, besides batch, heads and device."""
         types = {"fp8_cache": self.kv_dtype == "fp8", "fp8_math": self.fp8_math}
-        return {"max_s_q": self.s_q, "num_sms": self.num_sms, "any_batch": not self.groups} | types
+        shared = {"shared_prefix": True} if self.prefixes else {}
+        return {"max_s_q": self.s_q, "num_sms": self.num_sms, "any_batch": not self.groups} | types | shared
 
     @property
     def out_dtype(self) -> torch.dtype:
@@ -105,6 +122,7 @@ def build(case: Case, device: str) -> Problem:
         case.cache_layout,
         case.pool_pages,
         case.aliased,
+        case.prefixes,
         case.seed,
         device,
     )
@@ -132,7 +150,7 @@ def poison(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @lru_cache(maxsize=2)
-def _paged_cache(lengths, dtype, factor, page_size, law, layout, pool_pages, aliased, seed, device):
+def _paged_cache(lengths, dtype, factor, page_size, law, layout, pool_pages, aliased, prefixes, seed, device):
     batch = len(lengths)
     pages_of = [-(-n // page_size) for n in lengths]
     needed = sum(pages_of)
@@ -162,9 +180,8 @@ def _paged_cache(lengths, dtype, factor, page_size, law, layout, pool_pages, ali
         # As bytes, since not every torch can index 8-bit floats on a GPU.
         place = torch.cat(token_pages).to(device), torch.cat(token_rows).to(device)
         cache.view(torch.uint8)[place] = _rounded(tokens * factor, dtype).view(torch.uint8)
-    if aliased:
-        for page in _alias(table, lengths, page_size, host):
-            poison(cache[page])
+    for page in _alias(table, lengths, page_size, host) if aliased else _share(table, lengths, page_size, prefixes):
+        poison(cache[page])
     if layout == "headed":
         cache = cache.unsqueeze(2)
     return cache, table.to(device)[:, :width], torch.tensor(lengths, dtype=torch.int32, device=device)
@@ -182,6 +199,18 @@ def _alias(table: torch.Tensor, lengths, page_size: int, host: torch.Generator) 
         torch.randint(len(full), (int(exchanged.sum()),), generator=host)
     ]
     return sorted(before - set(table[named].tolist()))
+
+
+def _share(table: torch.Tensor, lengths, page_size: int, prefixes) -> list[int]:
+    """Let requests begin with the full pages of their group's first one; returns the pages that lost their entry."""
+    lost, first = [], 0
+    for members, tokens in prefixes:
+        pages = tokens // page_size
+        assert min(lengths[first : first + members]) > tokens
+        lost += table[first + 1 : first + members, :pages].flatten().tolist()
+        table[first + 1 : first + members, :pages] = table[first, :pages].clone()
+        first += members
+    return lost
 
 
 def _align(tokens: torch.Tensor, lengths, law: str, directions: torch.Tensor, host: torch.Generator) -> None:
@@ -319,7 +348,10 @@ class Runner(GuardedCall):
         self.lse = Guarded((batch, case.s_q, case.heads), torch.float32, device)
 
     def build(self) -> BuiltSchedule:
-        return self.schedule.build(self.problem.seq_lens, self.problem.case.s_q)
+        problem = self.problem
+        with stacked_from(0) if problem.case.prefixes else nullcontext():
+            pages = dict(block_table=problem.block_table, page_size=problem.case.page_size)
+            return self.schedule.build(problem.seq_lens, problem.case.s_q, **pages)
 
     def call(self) -> tuple[torch.Tensor, torch.Tensor]:
         return decode(self.problem, self.build(), out=self.out.tensor, lse=self.lse.tensor)

@@ -24,12 +24,13 @@ FP8 = torch.float8_e4m3fn
 KV_SCALE = 0.3  # no power of two: it must not be rounded into the values
 CACHES = {"auto": None, "fp8": KV_SCALE}
 """Types of the KV cache, with their scales."""
-DCP_CONFIGURATIONS = [("auto", 1, BLOCK), ("fp8", 1, BLOCK), ("auto", 16, BLOCK), ("auto", 1, 16)]
+DCP_CONFIGURATIONS = [("auto", 1, BLOCK), ("fp8", 1, BLOCK), ("auto", 1, 16), ("auto", 16, BLOCK)]
 """With decode context parallelism: type of the cache, consecutive tokens that a rank has, and tokens per block."""
 DCP_STEPS = {
     "decode": (LENGTHS, 1),
     "drafts": ([700, 129, 5, 64], 4),
     "drafts of different numbers": ([700, 129, 1, 6], [4, 2, 1, 3]),
+    "drafts that share their context": ([1400, 64], 4),
 }
 """Lengths of a step's requests, and their query tokens."""
 

@@ -1,10 +1,13 @@
 """One of two ranks that share each context, on the CPU: `python dcp_rank.py RANK PORT MODEL OUTPUT` saves its results.
 
-Groups, layer, builder, collectives and merging are vLLM's; Triton's interpreter runs the merging kernel.
+Groups, layer, builder, collectives and merging are vLLM's; Triton's interpreter runs the merging kernel. Where a rank
+has several consecutive tokens, prefixes are shared; that configuration needs the largest workspace and is the last.
 """
 
 import importlib.metadata
+import os
 import sys
+from contextlib import nullcontext
 
 import torch
 from vllm.config import set_current_vllm_config
@@ -17,6 +20,7 @@ from vllm.v1.worker import workspace
 from vllm.v1.worker.cp_utils import check_attention_cp_compatibility
 
 from etap_backend.vllm.metadata import claim_workspace
+from support.cases import stacked_from
 from support.vllm_layer import (
     CACHES,
     DCP_CONFIGURATIONS,
@@ -30,7 +34,7 @@ from support.vllm_layer import (
     make_builder,
 )
 
-RANKS = 2
+RANKS, H200_SMS = 2, 132
 
 COMMUNICATOR = "vllm.distributed.device_communicators.base_device_communicator.DeviceCommunicatorBase"
 
@@ -43,6 +47,7 @@ def prepare() -> None:
     torch.accelerator.empty_cache = lambda: None
     platform = type(current_platform)
     platform.device_count = classmethod(lambda cls: RANKS)
+    platform.num_compute_units = classmethod(lambda cls, device_id=0: H200_SMS)
     platform.get_device_communicator_cls = classmethod(lambda cls: COMMUNICATOR)
     platform.use_custom_op_collectives = classmethod(lambda cls: False)  # those are for CUDA tensors
     workspace.init_workspace_manager(torch.device("cpu"), 1)
@@ -116,6 +121,8 @@ def run_step(layer, builder, step, rank: int, interleave: int, scale: float | No
     assert (planned.num_decodes, planned.num_decode_tokens) == (len(problem.lengths), problem.tokens)
     (call,) = planned.decode.calls
     assert call.schedule.batch == problem.tokens
+    if interleave > 1 and max(problem.lengths) > 1024:
+        assert call.schedule.shared[-1, 0] > 0, "tokens of a request share its context"
     return decode(layer, share, captured)
 
 
@@ -124,7 +131,8 @@ def main(rank: int, port: str, model: str, output: str) -> None:
     results = {}
     for cache_dtype, interleave, block in DCP_CONFIGURATIONS:
         config = configuration(model, cache_dtype, interleave, block)
-        with set_current_vllm_config(config):
+        os.environ["ETAP_SHARED_PREFIX"] = "1" if interleave > 1 else "0"
+        with set_current_vllm_config(config), stacked_from(0) if interleave > 1 else nullcontext():
             if not results:
                 init_distributed_environment(RANKS, rank, f"tcp://127.0.0.1:{port}", rank, backend="gloo")
                 initialize_model_parallel(RANKS, decode_context_model_parallel_size=RANKS, backend="gloo")

@@ -12,9 +12,14 @@ from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_bac
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import compute_nixl_compatibility_hash
 from vllm.v1.attention import selector
 from vllm.v1.attention.backends.mla.flashmla_sparse import FlashMLASparseBackend
+from vllm.v1.worker import workspace
 
+from etap_backend import DecodeSchedule
+from etap_backend.vllm import impl, log, metadata
 from etap_backend.vllm.metadata import claim_workspace
+from etap_backend.vllm.policy import Policy
 from etap_backend.vllm.sparse import ETAPSparseBackend
+from support.cases import stacked_from
 from support.vllm_layer import (
     BLOCK,
     CACHES,
@@ -32,6 +37,8 @@ from support.vllm_layer import (
     get_kv_cache_config_from_groups,
     make_builder,
 )
+
+ONE_DRAFT = {"speculative_config": SPECULATIVE["speculative_config"] | {"num_speculative_tokens": 1}}
 
 pytestmark = pytest.mark.usefixtures("one_rank", "fresh_workspaces")
 
@@ -81,6 +88,120 @@ def test_a_prefix_that_requests_share_is_read_by_each(make, block, shared):
     problem.block_table[1, : shared // block] = problem.block_table[0, : shared // block]
     out = decode(layer, problem, builder.build(0, problem.common_metadata()))
     assert_as_exact_as_torch(out, problem, weight_of(layer))
+
+
+@pytest.fixture
+def shared_prefix(monkeypatch):
+    """On an H200, however little a step shares."""
+    monkeypatch.setenv("ETAP_SHARED_PREFIX", "1")
+    for module in (impl, metadata):
+        monkeypatch.setattr(module, "num_compute_units", lambda *_: H200_SMS)
+    with stacked_from(0):
+        yield
+
+
+H200_SMS = 132
+COMMON, SHARING = 1024, [1100, 1340, 1025, 1200, 1090, 1030, 129]
+
+
+def sharing(lengths, s_q, **options):
+    """A step whose requests begin with the first one's COMMON tokens, in its blocks."""
+    problem = Problem(lengths, s_q, **options)
+    for request, rows in enumerate(problem.kv[1:], 1):
+        blocks = min(COMMON, len(rows)) // problem.block
+        rows[: blocks * problem.block] = problem.kv[0][: blocks * problem.block]
+        problem.block_table[request, :blocks] = problem.block_table[0, :blocks]
+    return problem
+
+
+def stacks(step):
+    """Groups of requests whose common tiles the step's call reads once."""
+    (call,) = step.decode.calls
+    return 0 if call.schedule.shared is None else int(call.schedule.shared[-1, 0])
+
+
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("lengths, s_q, arguments, block", [
+    (SHARING, 1, {}, BLOCK),
+    (SHARING, 1, {"heads": 8}, 16),
+    (SHARING, 2, ONE_DRAFT, BLOCK),
+    (SHARING, [4, 1, 4, 2, 1, 3, 2], SPECULATIVE, BLOCK),  # token by token
+], ids=str)  # fmt: skip
+def test_a_shared_prefix_is_read_once(make, shared_prefix, cache, lengths, s_q, arguments, block):
+    layer, builder = make(block_size=block, kv_cache_dtype=cache, **arguments)
+    layer._k_scale.fill_(CACHES[cache] or 1.0)
+    options = {"heads": arguments.get("heads", HEADS), "kv_scale": CACHES[cache], "block": block}
+    for problem, shares in ((sharing(lengths, s_q, **options), True), (Problem(lengths, 1, **options), False)):
+        step = builder.build(0, problem.common_metadata())
+        assert (stacks(step) > 0) == shares
+        assert_as_exact_as_torch(decode(layer, problem, step), problem, weight_of(layer))
+
+
+@pytest.mark.parametrize("replay", ["build", "update_draft_decode_metadata"])
+def test_a_graph_reads_what_later_steps_share(make, shared_prefix, replay):
+    """It keeps the captured table's address, whose contents a plan outside of the graph, or inside, reads anew."""
+    layer, builder = make()
+    later = sharing(SHARING, 1)
+    common = later.common_metadata()
+    lengths, table = common.seq_lens.clone(), common.block_table_tensor.clone()
+    common.seq_lens.fill_(4)
+    common.block_table_tensor.zero_()
+    captured = builder.build_for_cudagraph_capture(common)
+    assert captured.decode.calls[0].block_table.data_ptr() == common.block_table_tensor.data_ptr()
+    common.seq_lens.copy_(lengths)
+    common.block_table_tensor.copy_(table)
+    if replay == "build":
+        assert builder.build(0, common).decode.calls[0].schedule == captured.decode.calls[0].schedule
+    else:
+        builder.update_draft_decode_metadata(captured)
+    assert stacks(captured) > 0
+    assert_as_exact_as_torch(decode(layer, later, captured), later, weight_of(layer))
+
+
+@pytest.mark.parametrize("lengths, s_q, arguments", [
+    ([70, 129, 300], [1, 37, 37], {}),
+    (SHARING, [4, 1, 4, 2, 1, 3, 2], SPECULATIVE),
+], ids=["short prompts", "token by token"])  # fmt: skip
+def test_plans_are_made_of_the_tables_that_calls_read(make, monkeypatch, lengths, s_q, arguments):
+    _, builder = make(block_size=16, **arguments)
+    given, build = [], DecodeSchedule.build
+    monkeypatch.setattr(DecodeSchedule, "build", lambda *of, **more: given.append(more) or build(*of, **more))
+    step = builder.build(0, Problem(lengths, s_q, block=16).common_metadata())
+    builder.update_draft_decode_metadata(step)
+    tables = [call.block_table for call in step.decode.calls] * 2
+    assert [more["page_size"] for more in given] == [16] * len(tables)
+    for more, table in zip(given, tables, strict=True):
+        found = more["block_table"]
+        assert (found.data_ptr(), found.shape, found.stride()) == (table.data_ptr(), table.shape, table.stride())
+
+
+def test_the_workspace_of_shared_prefixes_is_reserved_and_the_log_names_them(make_layer, monkeypatch, shared_prefix):
+    lines, floats = [], {}
+    monkeypatch.setattr(log.logger, "info_once", lines.append)
+    for value in ("", "1"):
+        monkeypatch.setenv("ETAP_SHARED_PREFIX", value)
+        layer, config = make_layer(max_num_seqs=256)
+        floats[value] = Policy.of(config, HEADS).workspace_floats(H200_SMS)
+        assert ("shared prefixes read once" in lines[-1]) == bool(value)
+    assert floats["1"] > floats[""]
+    layer.impl.reserve_workspace()
+    workspace.lock_workspace()
+    builder, problem = make_builder(layer, config), sharing(SHARING, 1)
+    assert builder.schedules[0].max_workspace_floats == floats["1"]
+    step = builder.build(0, problem.common_metadata())
+    assert stacks(step) > 0
+    assert_as_exact_as_torch(decode(layer, problem, step), problem, weight_of(layer))
+
+
+def test_shared_prefixes_are_refused_by_name(select_parallel, make_layer, monkeypatch, shared_prefix):
+    with pytest.raises(ValueError, match="ETAP_SHARED_PREFIX=1 is not supported with drafts in micro-batches"):
+        make_layer(enable_dbo=True, all2all_backend="deepep_low_latency", **SPECULATIVE)
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    with pytest.raises(ValueError, match="ETAP_SHARED_PREFIX=1 is not supported with VLLM_BATCH_INVARIANT=1"):
+        select_parallel()
+    monkeypatch.setenv("ETAP_SHARED_PREFIX", "yes")
+    with pytest.raises(ValueError, match="ETAP_SHARED_PREFIX: wanted 0 or 1, got 'yes'"):
+        select_parallel()
 
 
 def test_lengths_on_the_host_may_be_behind(make):
@@ -186,8 +307,6 @@ def test_without_batch_invariance_the_batch_matters(make):
 
 
 def test_batch_invariance_keeps_the_prefix_cache_and_its_workspace_is_reserved(make_layer, batch_invariant):
-    from vllm.v1.worker import workspace
-
     layer, config = make_layer(enable_prefix_caching=True)
     assert layer.get_attn_backend().supports_batch_invariance()
     assert config.cache_config.enable_prefix_caching

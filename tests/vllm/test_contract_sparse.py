@@ -25,7 +25,7 @@ from vllm.v1.worker import workspace
 
 from etap_backend import sparse_workspace_floats
 from etap_backend.sparse import sparse_decode_shape
-from etap_backend.vllm import registration, sparse, versions
+from etap_backend.vllm import log, registration, sparse, versions
 from etap_backend.vllm.backend import ETAPBackend
 from etap_backend.vllm.metadata import claim_workspace
 from etap_backend.vllm.sparse import ETAPSparseBackend
@@ -546,6 +546,14 @@ def test_workspace_is_claimed_before_vllm_locks_it(make, heads, cache):
     floats = sparse_workspace_floats(heads, H20_SMS)
     with pytest.raises(AssertionError, match="Workspace is locked"):
         claim_workspace(floats + 1000)
+
+
+def test_the_log_says_that_no_prefix_is_shared(make, monkeypatch):
+    lines = []
+    monkeypatch.setenv("ETAP_SHARED_PREFIX", "1")
+    monkeypatch.setattr(log.logger, "info_once", lines.append)
+    make()
+    assert lines[0].endswith("sparse attention, KV cache bfloat16; ETAP_SHARED_PREFIX=1 has no effect on it")
 
 
 def test_workspace_is_claimed_in_the_profile_run_of_the_fused_layer(make):

@@ -69,7 +69,7 @@ class SplitWalk {
   }
   // The next split begins there, which is known before its length is.
   CUTE_DEVICE int request() const { return request_; }
-  CUTE_DEVICE int begin_tile() const { return begin_tile_; }
+  CUTE_DEVICE int begin_tile() const { return begin_tile_ + first_tile(); }
 
   // Goes past the next split without asking how long it is.
   CUTE_DEVICE void skip() {
@@ -86,18 +86,22 @@ class SplitWalk {
   CUTE_DEVICE Split next(Length&& length) {
     const int slots = params_.split_offsets[request_];
     const int end_of_slots = params_.split_offsets[request_ + 1];
+    const int first = first_tile();
     const int seq_len = length();
     const int tiles = (seq_len + kTileTokens - 1) / kTileTokens;
-    const bool divided = end_of_slots > slots;
+    const bool divided = end_of_slots > slots || params_.members != nullptr;
     // The schedule may be one of other lengths: a split ends with its request, and may lie behind it.
-    const int end_tile = request_ == end_request_ ? min(end_tile_, tiles) : tiles;
-    const int slot = min(slots + begin_split_, 2 * params_.partitions - 1);
-    const Split split{request_, seq_len, begin_tile_, end_tile, divided ? slot : -1};
+    const int end_tile = request_ == end_request_ ? min(end_tile_ + first, tiles) : tiles;
+    const int slot = min(slots + begin_split_, params_.last_slot);
+    const Split split{request_, seq_len, begin_tile_ + first, end_tile, divided ? slot : -1};
     skip();
     return split;
   }
 
  private:
+  // The schedule counts a request's tiles from there on: those before it are its stack's.
+  CUTE_DEVICE int first_tile() const { return params_.first_tiles != nullptr ? params_.first_tiles[request_] : 0; }
+
   const DecodeParams& params_;
   int request_;
   int begin_tile_;
@@ -105,6 +109,16 @@ class SplitWalk {
   int end_request_;
   int end_tile_;
 };
+
+// A stack's pages are those of its first member. Of a plan that was built again since, for another batch, no row is taken that the call
+// does not have.
+CUTE_DEVICE const int32_t* table_row(const DecodeParams& params, int request) {
+  if (params.members != nullptr) {
+    const int member = params.members[request * params.stack_places];
+    request = uint32_t(member) < uint32_t(params.requests) ? member : 0;
+  }
+  return params.block_table + request * params.block_table_stride;
+}
 
 // Returns the next split as the consumers walk, the partition's n-th, behind the predecessor's end. Lists are no longer than their
 // tensor, and nobody reads them earlier: there the consumers read their lengths, too.

@@ -18,7 +18,7 @@ class PagedRows {
 
   // Begins a split.
   CUTE_DEVICE void begin(int request, int begin_tile) {
-    pages_ = params_.block_table + request * params_.block_table_stride;
+    pages_ = table_row(params_, request);
     next_page_ = fetch(begin_tile);
   }
   // Goes to the next tile, the split's first one to begin with.

@@ -73,25 +73,57 @@ struct QueryPointers {
         rope(static_cast<const Element*>(params.q_rope) + request * params.q_rope_stride_batch + threadIdx.x % kWarpSize * kUnitColumns) {}
 };
 
+// Whether a kernel decodes stacks of requests, too (see schedule/shared_prefixes.h and stack_shape): its query rows are then those
+// of several requests.
+template <class T>
+constexpr bool kStacks = !T::kSparse && (T::kRowTile == kMaxRowTile || T::kRowTile == kMaxRowTile / 4);
+
+// Where a query row comes from. A stack's row is one of a member's. Rows of absent members do not exist; of a plan that was built again
+// since, for another batch, no request is taken that the call does not have.
+struct QueryRow {
+  int request;
+  int token;
+  int head;
+  bool exists;
+
+  CUTE_DEVICE QueryRow(int request, int token, int head, bool exists) : request(request), token(token), head(head), exists(exists) {}
+  CUTE_DEVICE QueryRow(const DecodeParams& params, int stack, int row) {
+    const int member = row >> params.member_row_bits, rest = row & ((1 << params.member_row_bits) - 1);
+    const int found = params.members[stack * params.stack_places + member];
+    exists = uint32_t(found) < uint32_t(params.requests);
+    request = exists ? found : 0;
+    token = rest >> params.member_head_bits;
+    head = rest & ((1 << params.member_head_bits) - 1);
+  }
+
+  CUTE_DEVICE int64_t latent(const DecodeParams& params) const {
+    return request * params.q_stride_batch + token * params.q_stride_token + head * params.q_stride_head;
+  }
+  CUTE_DEVICE int64_t rope(const DecodeParams& params) const {
+    return request * params.q_rope_stride_batch + token * params.q_rope_stride_token + head * params.q_rope_stride_head;
+  }
+};
+
 // Producer warps copy query rows of any strides. A warp takes every kWarps-th row and steps from row to row without a division.
 template <class T, int kWarps>
 CUTE_DEVICE void gather_queries(Shared<T>& shared, const DecodeParams& params, int partition, int row_group) {
   const int warp = threadIdx.x % kGroupThreads / kWarpSize - 1;
   const int first_token = (row_group * T::kRowTile + warp) / params.heads;
   const int first_head = row_group * T::kRowTile + warp - first_token * params.heads;
+  const QueryPointers<T> q(params, 0);
   RingPosition<1> at;
   SplitWalk walk(params, partition);
   if (params.early_loads) ETAP_MARKED(queries_wait, cudaGridDependencySynchronize());
   for (; !walk.done(); walk.skip(), at.advance(1)) {
-    const QueryPointers<T> q(params, walk.request());
     int token = first_token;
     int head = first_head;
     shared.queries.acquire(at);
 #pragma unroll 1
     for (int row = warp; row < T::kRowTile; row += kWarps) {
       const bool exists = token < params.s_q;  // rows of the tile behind the last one do not
-      copy_query_row<T>(shared, row, exists ? q.latent + token * params.q_stride_token + head * params.q_stride_head : q.latent,
-                        exists ? q.rope + token * params.q_rope_stride_token + head * params.q_rope_stride_head : q.rope, exists);
+      QueryRow of(walk.request(), exists ? token : 0, exists ? head : 0, exists);
+      if (kStacks<T> && params.members != nullptr) of = QueryRow(params, walk.request(), row);
+      copy_query_row<T>(shared, row, q.latent + of.latent(params), q.rope + of.rope(params), of.exists);
       for (head += kWarps; head >= params.heads; head -= params.heads) ++token;
     }
     cute::cp_async_wait<0>();

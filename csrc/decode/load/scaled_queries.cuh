@@ -103,24 +103,25 @@ struct RawRows {
     const int row = row_group * T::kRowTile + first;
     int token = row / params.heads;
     int head = row - token * params.heads;
-    const auto* q = static_cast<const Source*>(params.q) + request * params.q_stride_batch;
-    const auto* q_rope = static_cast<const Source*>(params.q_rope) + request * params.q_rope_stride_batch;
     const Source *latents[kRows], *ropes[kRows];
+    bool exist[kRows];
     CUTE_UNROLL
     for (int i = 0; i < kRows; ++i) {
-      latents[i] = q + token * params.q_stride_token + head * params.q_stride_head;
-      ropes[i] = q_rope + token * params.q_rope_stride_token + head * params.q_rope_stride_head;
+      QueryRow of(request, token, head, row + i * kConsumerWarps < params.rows);
+      if (kStacks<T> && params.members != nullptr) of = QueryRow(params, request, row + i * kConsumerWarps);
+      latents[i] = static_cast<const Source*>(params.q) + of.latent(params);
+      ropes[i] = static_cast<const Source*>(params.q_rope) + of.rope(params);
+      exist[i] = of.exists;
       for (head += kConsumerWarps; head >= params.heads; head -= params.heads) ++token;
     }
     wait();
     CUTE_UNROLL
     for (int i = 0; i < kRows; ++i) {
-      const bool exists = row + i * kConsumerWarps < params.rows;
       CUTE_UNROLL
       for (int u = 0; u < kLaneUnits; ++u) {
         const int column = (u * kWarpSize + lane) * kUnitColumns;
         const bool is_latent = (u + 1) * kWarpSize * kUnitColumns <= kLatentDim;
-        ptx::load_if(exists && (is_latent || column < kHeadDim), is_latent ? latents[i] + column : ropes[i] + (column - kLatentDim),
+        ptx::load_if(exist[i] && (is_latent || column < kHeadDim), is_latent ? latents[i] + column : ropes[i] + (column - kLatentDim),
                      units[i][u]);
       }
     }

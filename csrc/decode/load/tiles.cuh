@@ -19,7 +19,7 @@ class PageFetcher {
 
   // Begins a split.
   CUTE_DEVICE void begin(int request, int begin_tile) {
-    pages_ = params_.block_table + request * params_.block_table_stride;
+    pages_ = table_row(params_, request);
     next_ = fetch(begin_tile * parts_);
   }
   // Goes to `part`, the split's i-th. It is called with i = 0, 1, 2, ..., or with that of each tile's first part.

@@ -135,7 +135,7 @@ def _shfl(t: Translator, item: Instruction):
 
 
 def _redux(t: Translator, item: Instruction):
-    functions = {"add": np.add, "max": np.maximum}
+    functions = {"add": np.add, "max": np.maximum, "min": np.minimum}
     if item.parts[2] not in functions or item.parts[3] != "u32":
         raise UnknownInstruction(str(item))
     function, value = functions[item.parts[2]], t.reader(item.operands[1], "u32")
