@@ -122,8 +122,8 @@ constexpr StackShape stack_shape(int64_t rows, int64_t num_sms) {
   return {row_tile, places, (3 * places + 3) / 4, 32 * num_sms};
 }
 
-// Where requests of a batch have partial results because they are members of stacks, no partition and no request ends more than one
-// split. So do stacks.
+// Slots of calls in which requests (or stacks) have partial results even where one split holds them: each split ends with its partition
+// or with its request.
 constexpr int64_t merged_slots(int64_t partitions, int64_t requests) { return partitions + requests; }
 
 // Of sparse attention, where the rows are a token's heads, whatever the caches.

@@ -489,11 +489,11 @@ def test_partitions_times_row_groups_fill_the_gpu(heads, s_q, num_sms, partition
 
 def test_rebuilding_keeps_every_address():
     schedule = DecodeSchedule(4, 16, max_s_q=2, device="cpu")
-    addresses = {tuple(buffer.data_ptr() for buffer in schedule.build(torch.ones(1, dtype=torch.int32))[6:])}
+    addresses = {tuple(buffer.data_ptr() for buffer in schedule.build(torch.ones(1, dtype=torch.int32))[6:9])}
     for lengths, s_q in (([5000, 0], 1), ([1, 2, 3, 4], 2), ([], 1)):
         planned = schedule.build(torch.tensor(lengths, dtype=torch.int32), s_q)
         assert (planned.batch, planned.s_q, planned.num_heads) == (len(lengths), s_q, 16)
-        addresses.add(tuple(buffer.data_ptr() for buffer in planned[6:]))
+        addresses.add(tuple(buffer.data_ptr() for buffer in planned[6:9]))
     assert len(addresses) == 1
 
 
