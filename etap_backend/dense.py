@@ -128,6 +128,9 @@ def mla_decode(
     workspace = schedule.workspace if workspace is None else workspace
     if workspace is None:
         raise TypeError("workspace: wanted a tensor, got None, and the schedule has none")
+    if schedule.page_size is not None and kv_cache.shape[1] != schedule.page_size:
+        found = f"{kv_cache.shape[1]}, and the schedule was built for {schedule.page_size}"
+        raise ValueError(f"kv_cache: wanted pages of as many tokens as the schedule, got pages of {found}")
     call = DenseCall(
         q,
         q_rope,

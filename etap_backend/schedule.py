@@ -169,6 +169,7 @@ class BuiltSchedule(NamedTuple):
         num_sms: CTAs that the work was divided for.
         work_ranges, split_offsets, workspace: the DecodeSchedule's.
         shared: the DecodeSchedule's; None without shared_prefix, and where batch and query rows allow no stack.
+        page_size: tokens of the pages that `shared` was found in; None beside None.
     """
 
     batch: int
@@ -181,6 +182,7 @@ class BuiltSchedule(NamedTuple):
     split_offsets: Tensor
     workspace: Tensor | None
     shared: Tensor | None = None
+    page_size: int | None = None
 
     # A tuple's own methods would compare and print the tensors' elements.
     def __eq__(self, other: object) -> bool:
@@ -393,7 +395,7 @@ class DecodeSchedule:
         costs = (shape.split_rows, shape.split_cost, shape.single_tiles)
         shared = None
         if self.shared is not None:
-            table, page_size = self._checked_pages(block_table, page_size)
+            table, page_size = self._checked_pages(block_table, page_size, batch)
             stack = stack_shape(s_q * self.num_heads, self.num_sms)
             if stack.exists(batch):
                 shared = self.shared
@@ -412,11 +414,16 @@ class DecodeSchedule:
             self.split_offsets,
             self.workspace,
             shared,
+            None if shared is None else page_size,
         )
 
-    def _checked_pages(self, block_table: Tensor | None, page_size: int | None) -> tuple[Tensor, int]:
-        if not isinstance(block_table, Tensor):
-            raise TypeError(f"block_table: wanted a tensor with shared_prefix, got {type_name(block_table)}")
+    def _checked_pages(self, block_table: Tensor | None, page_size: int | None, batch: int) -> tuple[Tensor, int]:
+        if not isinstance(block_table, Tensor) or block_table.dtype != torch.int32:
+            found = block_table.dtype if isinstance(block_table, Tensor) else type_name(block_table)
+            raise TypeError(f"block_table: wanted a tensor of int32 with shared_prefix, got {found}")
+        if block_table.dim() != 2 or block_table.shape[0] != batch or block_table.device != self.device:
+            found = f"{list(block_table.shape)} on {block_table.device}"
+            raise ValueError(f"block_table: wanted [{batch}, max_pages] on {self.device}, got {found}")
         if page_size is None:
             raise TypeError("page_size: wanted an int with shared_prefix, got None")
         return block_table, count("page_size", page_size)

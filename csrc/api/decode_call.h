@@ -171,7 +171,10 @@ inline void check_shared(const TensorView& shared, const TensorView& work_ranges
                          int64_t partitions, int64_t num_sms) {
   check_tensor("shared", shared, kInt32, {{SharedPlan::kFields}, {kAny, "max_batch"}}, Layout::kContiguous, device);
   check_at_least("shared's requests", shared.size(1), std::max<int64_t>(batch, 1));
-  if (!stack.exists()) TVM_FFI_THROW(ValueError) << "shared: wanted None for query rows that fill no row tile in pairs, got a tensor";
+  if (!stack.exists()) {
+    TVM_FFI_THROW(ValueError) << "shared: wanted None, since requests of so many query rows are not stacked on " << num_sms
+                              << " CTAs, got a tensor";
+  }
   check_at_least("work_ranges' size", work_ranges.size(0), partitions + num_sms);
 }
 

@@ -23,6 +23,7 @@
 // Glossary         tile: 64 tokens   split: a run of tiles of one request   row: (query token, head), packed
 //                  st: S^T [64 tokens x query rows]   pt: P^T [rows x tokens]   ot: O^T [value dims x rows]
 //                  s, p, o: the same not transposed   chunk: 64 columns (e4m3: 128) of a tile   stage: of the key ring
+//                  stack: requests that are decoded as one as far as their pages are the same
 //
 // Role             warps  registers (*)   does
 // consumer 0, 1    4 + 4  232 (FP8 240)   scores, softmax, output of tiles; merge; write
@@ -37,7 +38,7 @@
 // lengths          4                      key producer -> both                    8 warps, at once
 // tile_ready       4 a consumer           key producer -> the tile's consumer     (nothing to release)
 // (+) 7 at 32 rows; query major: 18 x 8 KB; of an FP8 cache 3 to 5 whole tiles of 36 KB. There, and beside lists, consumers
-// read the query rows. Consumers wait for K in consumers/: tile_ready, then keys.wait(); keys.wait() in load/ limits what is in flight.
+// read the query rows. Consumers wait for K in consumers/: tile_ready, then keys.wait(); hold_back() in load/ limits what is in flight.
 //
 // Up to 32 rows, time going down:
 //   consumer 0: st(0) softmax(0) ot(0)         st(2) ...          The tensor cores alternate between the two; each

@@ -134,7 +134,8 @@ __device__ void write_splits(const Batch& batch, const Division& division, int64
   for_each_request([&](int r, int64_t slots) {
     params.split_offsets[r] = int32_t(before);
     if (slots == 0) return;
-    // Lengths that change meanwhile may have more split requests than were counted.
+    // Merged requests may be more than partitions, and nobody reads the list of those. Without them lengths that change meanwhile
+    // may have more split requests than were counted.
     WorkRange& entry = params.work_ranges[min(int(before >> kCountShift), params.partitions - 1)];
     entry.split_request = r;
     entry.split_slot = int32_t(before);

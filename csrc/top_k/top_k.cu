@@ -86,7 +86,7 @@ struct Part {
   CUTE_DEVICE Part(const TopKParams& params, int row, int length, int ctas, int rank)
       : logits(kept(uint64_t(__cvta_generic_to_global(params.logits + row * params.logits_stride)))) {
     const int blocks = (length + kBlockKeys - 1) / kBlockKeys, share = (blocks + kWarps - 1) / kWarps;
-    const int each = int(__fdividef(share - 0.5f, ctas)) + 1;  // share / ctas, rounded up: exact, as share < 2^22
+    const int each = int(__fdividef(share - 0.5f, ctas)) + 1;  // share / ctas, rounded up: exact, as share <= 2^20, and 2 ulp are less than 0.5 / ctas
     const int block = min((rank * kWarps + warp_id()) * each, blocks);
     first = block * kBlockKeys;
     end = min(min(block + each, blocks) * kBlockKeys, length);

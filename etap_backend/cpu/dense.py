@@ -134,7 +134,7 @@ class Stacks:
         """Those of a call; none where it shares nothing."""
         if call.shared is None:
             return cls([], [], [0], [0] * call.batch, [None] * call.batch)
-        room = compiled("stack_shape")(call.s_q * call.heads, call.num_sms)[1]
+        _, room, _, _ = compiled("stack_shape")(call.s_q * call.heads, call.num_sms)
         _, _, _, first_tiles, places, lens, offsets, *members, counts = call.shared.tolist()
         count, flat = counts[0], members[0] + members[1]
         return cls(

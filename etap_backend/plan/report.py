@@ -13,7 +13,7 @@ from etap_backend.plan.gpu import Gpu
 from etap_backend.plan.memory import parameters_of, pool_of, weights_of
 from etap_backend.plan.model import Model
 from etap_backend.plan.sparse import call_size, v4_lists
-from etap_backend.plan.step import Attention, Gain, Plan
+from etap_backend.plan.step import Attention, Gain, Plan, Shared
 
 SIDES = ("etap", "peer")
 SHORT = {"bfloat16": "bf16", "fp8": "FP8"}
@@ -200,19 +200,19 @@ def _drafts_remark(drafting: Drafting) -> str:
     return words if drafting.predictor else words + " The model names no predictor: drafts cost nothing to make here."
 
 
-def _shared_remark(plan: Plan, gpu: Gpu) -> str:
+def _shared_remark(plan: Plan, shared: Shared, gpu: Gpu) -> str:
     """What a call and a step take where requests begin with the same pages."""
-    if plan.shared is None or plan.shared.once_us is None:
+    if shared.once_us is None:
         why = f"requests of so many query rows are not decoded together on {gpu.name}, or too little is common"
         return f"ETAP_SHARED_PREFIX=1 has no effect here: {why}."
 
     def takes(us: float) -> str:
         return f"{us:.0f} us (a step {plan.fixed_ms + plan.best.layers * us / 1e3:.1f} ms)"
 
-    words = f"If all begin with the same {_in_k(plan.shared.tokens)}, a call with ETAP_SHARED_PREFIX=1 takes "
-    words += f"{takes(plan.shared.once_us)}; without, {takes(plan.shared.apart_us)} where pages lie apart"
-    if plan.shared.from_l2_us:
-        words += f" and {' to '.join(map(takes, plan.shared.from_l2_us))} where L2 finds common ones"
+    words = f"If all begin with the same {_in_k(shared.tokens)}, a call with ETAP_SHARED_PREFIX=1 takes "
+    words += f"{takes(shared.once_us)}; without, {takes(shared.apart_us)} where pages lie apart"
+    if shared.from_l2_us:
+        words += f" and {' to '.join(map(takes, shared.from_l2_us))} where L2 finds common ones"
     return f"{words}. Predicted from two calls of today's kernels and a merge, not measured at this version."
 
 
@@ -265,7 +265,7 @@ def screen(
         _attention_table(gpu, plan),
         _remarks(model, gpu, on, plan),
         *([_drafts_table(drafting), _drafts_remark(drafting)] if drafting else []),
-        *([_shared_remark(plan, gpu)] if plan.shared else []),
+        *([_shared_remark(plan, plan.shared, gpu)] if plan.shared else []),
         f"What fits: requests of {_in_k(on.context)}; tokens of each of {on.batch}; gain where {_load(on)} fits",
         _alternatives_table(found),
         f"{closing}The GPU's file in configs/hardware has the sources of its numbers.",

@@ -1,4 +1,7 @@
-"""`etap plan --shared-prefix`: calls whose requests all begin with the same pages. Predicted: nothing was timed."""
+"""`etap plan --shared-prefix`: calls whose requests all begin with the same pages.
+
+Predicted: no call with stacks was timed.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ from etap_backend.schedule import stack_shape
 FROM_L2 = {("bfloat16", ETAP): (0.43, 0.63), ("fp8", ETAP): (0.90, 1.10), ("fp8", FP8_MATH): (0.61, 0.69)}
 """Without the flag: a call's time where L2 finds common pages, over that with pages apart. Read on an H200 at commit
 f26c4cd, 16 heads, requests of equal to ragged lengths."""
+LEAST_TILES = 8  # in common, of a stack: see csrc/schedule/shared_prefixes.cu
 MERGE_US = 5.0  # a launch, and the partials of some 64 requests
 
 
@@ -22,8 +26,9 @@ def predict(model: Model, gpu: Gpu, on: Deployment, plan: Plan, tokens: int) -> 
         raise ValueError(f"shared_prefix: wanted {wanted}, got {tokens}")
     kernel, rows, sms = FP8_MATH if plan.best is plan.fp8_math else ETAP, query_rows(model, on), int(gpu.sms.value)
     stack, common, apart = stack_shape(rows, sms), -(-tokens // on.dcp), plan.best.call_us
-    from_l2 = tuple(factor * apart for factor in FROM_L2[on.cache, kernel]) if sms >= 100 else ()  # not an H20's
-    if not stack.exists(on.local_batch) or common // TILE_TOKENS * on.local_batch < stack.least_tiles:
+    from_l2 = tuple(factor * apart for factor in FROM_L2[on.cache, kernel]) if gpu.name == "H200" else ()
+    tiles = common // TILE_TOKENS
+    if not stack.exists(on.local_batch) or tiles < LEAST_TILES or tiles * on.local_batch < stack.least_tiles:
         return Shared(tokens, apart, from_l2, None)
 
     def part(rows: int, requests: int, tokens: int) -> float:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 
 from etap_backend import engine_contract
-from etap_backend.limits import SPARSE_FP8, TILE_TOKENS, why_unsupported, why_unsupported_sparse
+from etap_backend.limits import MOST_SHARED, SPARSE_FP8, TILE_TOKENS, why_unsupported, why_unsupported_sparse
 from etap_backend.sglang import versions
 
 BLOCK_ALGORITHMS = ("DFLASH", "DSPARK")
@@ -26,6 +26,8 @@ def model_backends(view) -> tuple[str | None, ...]:
 
 def why_not(view, name: str) -> str | None:
     """Say why ETAP, under this name, cannot serve the model with these arguments, or None."""
+    for variable in engine_contract.FLAGS:
+        engine_contract.is_on(variable)  # a wrong value is refused now
     model = versions.model_config(view)
     refusals = _v4_refusals if versions.is_v4(model) else _non_v4_refusals
     return next(filter(None, refusals(view, model, name)), None) or engine_contract.why_no_library()
@@ -93,6 +95,9 @@ def _dense_refusals(view, not_mla: bool) -> Iterator[str | None]:
     if view.enable_prefill_cp or view.attn_cp_size > 1:
         # Each rank computes a share of a prompt, and the backend would have to gather the rows.
         yield "prefill context parallelism (enable_prefill_cp) is not supported"
+    if engine_contract.shares_prefixes() and (view.max_running_requests or 0) > MOST_SHARED:
+        flag, most = engine_contract.SHARED_PREFIX_VARIABLE, view.max_running_requests
+        yield f"max_running_requests {most} is not supported with {flag}=1: wanted at most {MOST_SHARED}"
 
 
 def _sparse_refusals(view, model, name: str) -> Iterator[str | None]:

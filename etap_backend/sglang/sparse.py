@@ -1,8 +1,8 @@
 """Sparse attention (DeepSeek-V3.2, GLM-5): SGLang's own backend with another kernel.
 
 The layer's indexer lists for each query token the rows of the cache that it attends to. One call takes all tokens,
-whether they are decoded, verify drafts or belong to a prompt, and nothing is planned ahead. SGLang's indexer and its
-plans, its dense attention for short prompts and its writing of the cache stay as they are.
+whether they are decoded, verify drafts or belong to a prompt, and nothing is planned ahead. SGLang's indexer
+but for its top-k in decodes, its plans, its dense attention for short prompts and its writing of the cache stay.
 """
 
 import logging

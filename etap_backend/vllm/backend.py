@@ -4,7 +4,6 @@ import math
 from typing import Any, ClassVar
 
 import torch
-import vllm.envs as envs
 from vllm.config import get_current_vllm_config_or_none
 from vllm.config.cache import CacheDType
 from vllm.model_executor.layers.attention.mla_attention import MLACommonBackend
@@ -15,7 +14,7 @@ from etap_backend.limits import COMPUTE_CAPABILITY, DTYPES, HEAD_DIM, TILE_TOKEN
 from etap_backend.vllm import versions
 from etap_backend.vllm.impl import ETAPImpl
 from etap_backend.vllm.metadata import ETAPMetadataBuilder
-from etap_backend.vllm.policy import why_not_parallel
+from etap_backend.vllm.policy import why_no_shared_prefix, why_not_parallel
 
 BLOCK_SIZES = (TILE_TOKENS, 32, 16)
 """Tokens per block that the kernels are given. They take any number; vLLM's own kernels take multiples of 16."""
@@ -123,13 +122,13 @@ class ETAPBackend(KernelBackend, MLACommonBackend):
     def _why_not(cls, use_sparse: bool, asked: dict[str, Any]) -> str | None:
         if reason := why_unsupported(**asked):
             return reason
-        if envs.VLLM_BATCH_INVARIANT and engine_contract.shares_prefixes():
-            return f"{engine_contract.SHARED_PREFIX_VARIABLE}=1 is not supported with VLLM_BATCH_INVARIANT=1"
         if asked["page_size"] % min(BLOCK_SIZES):
             return f"block_size {asked['page_size']} is not supported: wanted a multiple of {min(BLOCK_SIZES)} tokens"
         if use_sparse:
             return "sparse attention without index_topk in the model's configuration is not supported"
         config = get_current_vllm_config_or_none()
+        if reason := why_no_shared_prefix(config):
+            return reason
         if config and config.model_config and str(asked["kv_cache_dtype"]).startswith("fp8"):
             return versions.why_no_fp8_cache(config)
         return None

@@ -7,6 +7,7 @@ from vllm.config import VllmConfig
 from vllm.v1.attention.backend import max_decode_query_len
 
 from etap_backend import engine_contract
+from etap_backend.limits import MOST_SHARED
 from etap_backend.schedule import DecodeSchedule
 from etap_backend.short_prompts import short_prompt_tokens
 
@@ -64,10 +65,6 @@ class Policy:
         prompts_elsewhere = parallel.use_ubatching or parallel.prefill_context_parallel_size > 1
         if not (token_by_token or prompts_elsewhere):
             longest = max(verified, short_prompt_tokens(num_heads))
-        dynamic = drafts is not None and (parallel.use_ubatching or drafts.uses_dynamic_speculative_decoding())
-        if dynamic and engine_contract.shares_prefixes():
-            other = "drafts in micro-batches or of changing number"
-            raise ValueError(f"{engine_contract.SHARED_PREFIX_VARIABLE}=1 is not supported with {other}")
         return cls(
             num_heads=num_heads,
             verified=verified,
@@ -76,7 +73,7 @@ class Policy:
             max_batch=config.scheduler_config.max_num_seqs * verified,
             batch_invariant=envs.VLLM_BATCH_INVARIANT,
             token_by_token=token_by_token,
-            graphs_change_batch=dynamic,
+            graphs_change_batch=_graphs_change_batch(config),
             fp8_math=wants_fp8_math(config),
             shared_prefix=engine_contract.shares_prefixes(),
         )
@@ -91,6 +88,24 @@ class Policy:
             batch_invariant=self.batch_invariant,
             shared_prefix=self.shared_prefix,
         )
+
+
+def _graphs_change_batch(config: VllmConfig) -> bool:
+    drafts = config.speculative_config
+    return drafts is not None and (config.parallel_config.use_ubatching or drafts.uses_dynamic_speculative_decoding())
+
+
+def why_no_shared_prefix(config: VllmConfig | None) -> str | None:
+    """Say why requests cannot share prefixes as the flag wants, or None. Raises ValueError for another value of it."""
+    if not engine_contract.shares_prefixes():
+        return None
+    modes = {"VLLM_BATCH_INVARIANT=1": envs.VLLM_BATCH_INVARIANT}
+    if config:
+        most = config.scheduler_config.max_num_seqs * max_decode_query_len(config)
+        modes["drafts in micro-batches or of changing number"] = _graphs_change_batch(config)
+        modes[f"max_num_seqs x (1 + drafts) {most}, wanted at most {MOST_SHARED}"] = most > MOST_SHARED
+    found = next((mode for mode, holds in modes.items() if holds), None)
+    return found and f"{engine_contract.SHARED_PREFIX_VARIABLE}=1 is not supported with {found}"
 
 
 def why_not_parallel(config: VllmConfig | None) -> str | None:

@@ -35,13 +35,18 @@ _get_etaps = functools.cache(ETAPTopK)
 
 
 def install(config: VllmConfig) -> None:
-    """Let ETAP select in all indexers of the process, or vLLM where it has to; the log says which, and why."""
+    """Let ETAP select in all indexers of the process, or vLLM where it has to; the log says which, and why.
+
+    vLLM has one function for all layers. A layer in which vLLM has to select decides for those made before it, too.
+    """
     model, kernel = config.model_config.hf_text_config, config.kernel_config.sparse_indexer_topk_backend
+    candidates = getattr(model, "candidate_source_layer_id", None)
+    pools = model.model_type.startswith("glm5_next")  # its indexer takes the function from elsewhere
     modes = {
         "decode context parallelism": config.parallel_config.decode_context_parallel_size > 1,
         "a KV cache in host memory (HiSparse)": uses_hisparse(config),
-        "candidate blocks (DeepSeek-V4.1)": getattr(model, "candidate_source_layer_id", -1) >= 0,
-        "pools of keys (index_kpool)": (getattr(model, "index_kpool", 1) or 1) > 1,
+        "candidate blocks (DeepSeek-V4.1)": candidates is not None and candidates >= 0,
+        "pools of keys (index_kpool)": (getattr(model, "index_kpool", 1) or 1) > 1 or pools,
         f"--sparse-indexer-topk-backend {kernel}": kernel != "auto",
     }
     reason = engine_contract.why_engines_top_k(model.index_topk, modes)

@@ -24,7 +24,7 @@ from etap_backend import DecodeSchedule
 from etap_backend._library import library
 from etap_backend.limits import SHARED_FIELDS
 from etap_backend.schedule import decode_shape, stack_shape
-from support.cases import Case, Problem, Runner, build
+from support.cases import Case, Problem, Runner, build, stacked_from
 from support.compare import Truth, problems_with, truth
 from support.covering import covering
 from support.shared import Tree, plan_of
@@ -153,15 +153,19 @@ def test_a_step_that_shares_nothing(kind, heads, s_q, num_sms, groups, early_loa
     verify(case, early_loads=early_loads)
 
 
-@covering(1, {"kind": list(CACHES), "heads, s_q, num_sms, groups": SHARED[:2], "later": [(70, 1, 1), (3000, 3000)]})
+@covering(
+    1, {"kind": list(CACHES), "heads, s_q, num_sms, groups": SHARED[:2], "later": [(700, 700, 700), (3000, 3000)]}
+)
 def test_a_plan_of_another_step_writes_nothing_else(kind, heads, s_q, num_sms, groups, later):
     """The schedule was built again: results are wrong, but no kernel leaves its outputs and its workspace."""
     problem, _ = problem_and_truth(sharing(kind, heads, s_q, num_sms, groups))
     runner = Runner(problem)
     planned = runner.build()
-    other = build(replace(problem.case, lengths=later, prefixes=((len(later), 0),)), "cpu")
+    other = build(replace(problem.case, lengths=later, prefixes=((len(later), 576),)), "cpu")
     pages = dict(block_table=other.block_table, page_size=64)
-    runner.schedule.build(other.seq_lens, s_q, **pages)
+    with stacked_from(0):
+        runner.schedule.build(other.seq_lens, s_q, **pages)
+    assert planned.shared[9, 0] > 0, "no stack would read its members"
     planned.shared[7:9] = 1 << 30  # members that no call has
     kernels.run_decode(problem, planned, runner)  # raises where anything lies outside
 
@@ -420,7 +424,7 @@ def test_decode_waits_for_its_predecessor_before_it_lets_the_combine_kernel_begi
         triggers = [i for i, opcode in enumerate(opcodes) if opcode == "griddepcontrol.launch_dependents"]
         first = [i for i in triggers if i == 0 or opcodes[i - 1] != "griddepcontrol.wait"]
         stacks = any(rows in name for rows in ("ELi16E", "query_major", "SharedTiles", "mixed_major"))
-        assert triggers and len(first) <= stacks and all(opcodes[i + 1] == "griddepcontrol.wait" for i in first)
+        assert triggers and len(first) == stacks and all(opcodes[i + 1] == "griddepcontrol.wait" for i in first)
 
 
 # Tiles with new tokens alone, behind others, and two of them; requests of one CTA, one of several, and nearly as many

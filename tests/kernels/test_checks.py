@@ -107,6 +107,7 @@ def dense_library_call(device: str, **spoiled) -> DenseCall:
     """The valid call as the compiled `decode` takes it, with some of it replaced."""
     call = valid_call(device)
     planned = call.pop("schedule")._asdict()
+    del planned["page_size"]  # compared before the library is called
     planned["heads"] = planned.pop("num_heads")
     call |= planned | {"q_scale": None, "kv_scale": None, "fp8_math": False}
     call |= {"empty_lse": -math.inf, "early_loads": False}

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from etap_backend import mla_decode
 from etap_backend import schedule as schedule_module
 from etap_backend.limits import MOST_SHARED, SHARED_FIELDS
 from etap_backend.schedule import DecodeSchedule, stack_shape
@@ -156,15 +157,30 @@ def test_refusals():
     lengths, table = torch.ones(4, dtype=torch.int32), torch.zeros(4, 2, dtype=torch.int32)
     pages_of_three = dict(block_table=table[:3], page_size=64)
     for error, wanted, pages in [
-        (TypeError, "block_table: wanted a tensor with shared_prefix, got None", {}),
+        (TypeError, "block_table: wanted a tensor of int32 with shared_prefix, got None", {}),
         (TypeError, "page_size: wanted an int with shared_prefix, got None", dict(block_table=table)),
         (ValueError, "page_size: wanted 1 to", dict(block_table=table, page_size=0)),
-        (TypeError, "block_table: wanted int32, got int64", dict(block_table=table.long(), page_size=64)),
-        (ValueError, r"block_table: wanted shape \[4, max_pages\], got \[3, 2\]", pages_of_three),
+        (
+            TypeError,
+            "block_table: wanted a tensor of int32 with shared_prefix, got torch.int64",
+            dict(block_table=table.long(), page_size=64),
+        ),
+        (ValueError, r"block_table: wanted \[4, max_pages\] on cpu, got \[3, 2\] on cpu", pages_of_three),
         (ValueError, "block_table: wanted stride 1", dict(block_table=table.T.contiguous().T, page_size=64)),
     ]:
         with pytest.raises(error, match=wanted):
             schedule.build(lengths, **pages)
+    with pytest.raises(ValueError, match=r"block_table: wanted \[2, max_pages\]"):
+        schedule.build(lengths[:2], block_table=table, page_size=64)  # too few requests for a stack
+
+
+def test_a_cache_of_other_pages_than_the_schedules_is_refused():
+    schedule = DecodeSchedule(4, 16, device="cpu", num_sms=132, shared_prefix=True)
+    lengths, table = torch.ones(4, dtype=torch.int32), torch.zeros(4, 2, dtype=torch.int32)
+    built = schedule.build(lengths, block_table=table, page_size=64)
+    cache, q = torch.zeros(3, 16, 576, dtype=torch.bfloat16), torch.zeros(4, 1, 16, 576, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="kv_cache: wanted pages of as many tokens as the schedule, got pages of 16"):
+        mla_decode(q, cache, table, lengths, built, softmax_scale=1.0)
 
 
 def test_constants():

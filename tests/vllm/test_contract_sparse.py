@@ -551,7 +551,7 @@ def test_workspace_is_claimed_before_vllm_locks_it(make, heads, cache):
 def test_the_log_says_that_no_prefix_is_shared(make, monkeypatch):
     lines = []
     monkeypatch.setenv("ETAP_SHARED_PREFIX", "1")
-    monkeypatch.setattr(log.logger, "info_once", lines.append)
+    monkeypatch.setattr(log.logger, "info_once", lambda line, **_: lines.append(line))
     make()
     assert lines[0].endswith("sparse attention, KV cache bfloat16; ETAP_SHARED_PREFIX=1 has no effect on it")
 

@@ -1,4 +1,4 @@
-// A partition's splits, which every role of a CTA walks on its own. A split is a run of tiles of one request.
+// A partition's splits, which every role of a CTA walks on its own. A split is a run of tiles of one request, or of one stack.
 #pragma once
 
 #include "common/mark.h"

@@ -40,7 +40,7 @@ class PagedRows {
  private:
   CUTE_DEVICE int fetch(int tile) const {
     const int page = params_.parts_per_page.div(tile * kTileTokens + row_);
-    return page < params_.max_pages ? pages_[page] : -1;
+    return uint32_t(page) < uint32_t(params_.max_pages) ? pages_[page] : -1;
   }
 
   const DecodeParams& params_;
