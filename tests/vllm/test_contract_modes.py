@@ -194,11 +194,12 @@ def test_the_workspace_of_shared_prefixes_is_reserved_and_the_log_names_them(mak
 
 
 def test_shared_prefixes_are_refused_by_name(select_parallel, make_layer, monkeypatch, shared_prefix):
+    selector._cached_get_attn_backend.cache_clear()  # which knows nothing of the configuration
     with pytest.raises(ValueError, match="ETAP_SHARED_PREFIX=1 is not supported with drafts in micro-batches"):
         make_layer(enable_dbo=True, all2all_backend="deepep_low_latency", **SPECULATIVE)
     most = r"max_num_seqs x \(1 \+ drafts\) 4100, wanted at most 4096"
     with pytest.raises(ValueError, match=f"ETAP_SHARED_PREFIX=1 is not supported with {most}"):
-        make_layer(max_num_seqs=4100)
+        make_layer(max_num_seqs=4100, max_num_batched_tokens=8192)
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
     with pytest.raises(ValueError, match="ETAP_SHARED_PREFIX=1 is not supported with VLLM_BATCH_INVARIANT=1"):
         select_parallel()
