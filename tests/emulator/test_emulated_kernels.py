@@ -571,7 +571,7 @@ FAULTS = {  # by kernel and mark (see csrc/common/mark.h): what the emulator say
     ("mixed_major", "scores_wait"): "in flight",
     ("mixed_major", "rope_sync"): "inf/NaN elsewhere|cosine|log-sum-exp",
     ("mixed_major", "tile_sync"): ".",
-    ("mixed_major", "own_tile_sync"): "different WGMMAs",
+    ("mixed_major", "own_tile_sync"): "different WGMMAs|never written",
     ("mixed_major rows", "own_tile_sync"): "never written|inf/NaN elsewhere|cosine",
     ("mixed_major", "published_fence"): "without fence.proxy.async|inf/NaN elsewhere|cosine",
     ("mixed_major", "half_tail_sync"): "inf/NaN elsewhere",
@@ -615,7 +615,7 @@ def test_missing_synchronisation_is_found(kernel, mark):
     if mark == "rope_wait":  # of each split's first tile alone
         case = replace(case, lengths=2 * (200, 449, 320, 64, 449, 130))
     if mark == "lent_room":  # a borrowed stage held an earlier loan, or the other consumer's tile
-        case = replace(case, lengths=(130, 192, 130, 100, 192, 130))
+        case = replace(case, lengths=2 * (130, 192, 130, 100, 192, 130))
     found = fault_of(case, faults.without(mark), early_loads="early" in kernel)
     assert re.search(FAULTS[kernel, mark], found), found
 
@@ -639,6 +639,6 @@ def test_waits_for_the_other_parity_are_found():
 
 @pytest.mark.exhaustive
 def test_an_access_behind_a_tensor_is_found():
-    loads = (item for item in marked("transposed").instructions() if item.opcode == "ld.global.u32")
-    edit = faults.far_behind(next(load for load in loads if load.operands[1].offset == 0))
-    assert re.search(r"(?s)out of bounds.*ld\.global.*\.cuh:\d+", fault_of(CASES["transposed"], edit))
+    loads = [item for item in marked("transposed").instructions() if item.opcode == "ld.global.u32"]
+    found = [fault_of(CASES["transposed"], faults.far_behind(load)) for load in loads[:3]]  # not all are of this case
+    assert any(re.search(r"(?s)out of bounds.*ld\.global.*\.cuh:\d+", one) for one in found), found
