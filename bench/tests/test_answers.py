@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+import re
 
 import pytest
 import typer
@@ -139,8 +140,8 @@ def test_known_answers_are_equal_for_99_percent_and_perplexities_within_a_thousa
     [
         ("", None),
         ("again", None),  # the engine's prefix cache changes answers whatever attends
-        ("ETAP", "ETAP plain, together: median difference 2.0"),
-        ("ETAP again", "ETAP plain, again: median difference 2.0"),
+        ("ETAP", r"ETAP plain, together: median difference (2\.000|1\.999)"),
+        ("ETAP again", r"ETAP plain, again: median difference (2\.000|1\.999)"),
         ("ETAP known", "ETAP plain, recite: 45 of 50 answers equal"),
         ("blind", "ETAP plain, together: the check is blind"),
         ("graphs", "FLASHMLA plain: CUDA graphs: wanted True, the log says False"),
@@ -160,7 +161,7 @@ def test_a_model_is_compared_with_what_the_reference_shows_of_itself(tmp_path, m
     assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
     document = json.loads(output.read_text())
     assert result.exit_code == bool(words) and not children(tmp_path), document["failures"]
-    assert not words or any(text.startswith(words) for text in document["failures"]), document["failures"]
+    assert not words or any(re.match(words, text) for text in document["failures"]), document["failures"]
     if not faults:
         stages = [*answers.STAGES, "recite", "recall"]
         assert set(document["agreement"]) == {f"{n} plain, {stage}" for n in ("ETAP", "ETAP+eager") for stage in stages}
