@@ -17,20 +17,12 @@ from bench.kernels import peers
 from bench.kernels.grids import KINDS, V4_WINDOW
 from bench.kernels.inputs import Call, Inputs
 from bench.kernels.libraries import Build
+from bench.kernels.report import BF16_CACHE, ETAP, FP8_MATH, OWN, SHARED, SHARED_MATH
 from etap_backend.dense import mla_decode
 from etap_backend.limits import FP8, LATENT_DIM
 from etap_backend.schedule import DecodeSchedule
 from etap_backend.sparse import device_sms, sparse_mla_decode, sparse_workspace_floats
 
-ETAP, FP8_MATH, BF16_CACHE, SHARED, SHARED_MATH = OWN = (
-    "etap",
-    "etap-fp8-math",
-    "etap-bf16",
-    "etap-shared",
-    "etap-shared-fp8-math",
-)
-"""ETAP's columns: products in the query's type; in e4m3; the same row from a bfloat16 cache; the first two with shared
-prefixes read once, in grids with such requests."""
 MATH_SUFFIX = FP8_MATH.removeprefix(ETAP)
 
 

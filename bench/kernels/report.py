@@ -17,6 +17,8 @@ ETAP, FP8_MATH, BF16_CACHE, SHARED, SHARED_MATH = OWN = (
     "etap-shared",
     "etap-shared-fp8-math",
 )
+"""ETAP's columns: products in the query's type; in e4m3; the same row from a bfloat16 cache; the first two with shared
+prefixes read once, in grids with such requests."""
 KINDS = ("bench", "bench-sparse")
 MAX_ROWS = 100  # a page shows ratios alone of larger grids
 Pair = tuple[str, list[str], str]

@@ -1,8 +1,8 @@
 """Sparse attention (DeepSeek-V3.2, GLM-5): SGLang's own backend with another kernel.
 
 The layer's indexer lists for each query token the rows of the cache that it attends to. One call takes all tokens,
-whether they are decoded, verify drafts or belong to a prompt, and nothing is planned ahead. SGLang's indexer
-but for its top-k in decodes, its plans, its dense attention for short prompts and its writing of the cache stay.
+whether they are decoded, verify drafts or belong to a prompt, and nothing is planned ahead. The rest is SGLang's: the
+indexer except for its top-k in decodes, the plans, dense attention for short prompts and the writing of the cache.
 """
 
 import logging

@@ -37,7 +37,7 @@ _get_etaps = functools.cache(ETAPTopK)
 def install(config: VllmConfig) -> None:
     """Let ETAP select in all indexers of the process, or vLLM where it has to; the log says which, and why.
 
-    vLLM has one function for all layers. A layer in which vLLM has to select decides for those made before it, too.
+    vLLM has one function for all layers: the last one made decides.
     """
     model, kernel = config.model_config.hf_text_config, config.kernel_config.sparse_indexer_topk_backend
     candidates = getattr(model, "candidate_source_layer_id", None)
