@@ -41,7 +41,7 @@ class Workload:
     kv_dtype: KvDtype = "same"  # the query's type, bfloat16, or FP8
     page_size: int = PAGE_SIZE
     context: int = 0  # sparse and V4: rows of each cache
-    common: int = 0  # dense: tokens that all requests begin with, in the same pages
+    common: int = 0  # dense: tokens that all requests begin with, in the same pages; `length` is an average then
 
     @property
     def fp8(self) -> bool:
@@ -63,6 +63,11 @@ class Workload:
         return self.common + self.batch * (self.length - self.common)
 
     @property
+    def longest(self) -> int:
+        """Tokens of the longest request: own ones behind common ones are spread evenly around their average."""
+        return self.length + (self.length - self.common if self.common else 0)
+
+    @property
     def row_bytes(self) -> int:
         fp8 = {"dense": HEAD_DIM, "sparse": SPARSE_FP8_BYTES + 2 * ROPE_DIM, "v4": V4_ROW_BYTES}
         return fp8[self.call] if self.fp8 else 2 * HEAD_DIM
@@ -76,7 +81,8 @@ class Workload:
     @property
     def memory_bytes(self) -> int:
         """Of the run's caches; FP8 ones are made from bfloat16 rows, which stay."""
-        rows = {"dense": self.distinct_rows, "sparse": self.context, "v4": 2 * self.context}[self.call]
+        dense = self.common + self.batch * (self.longest - self.common)
+        rows = {"dense": dense, "sparse": self.context, "v4": 2 * self.context}[self.call]
         return rows * (2 * HEAD_DIM + (self.row_bytes if self.fp8 else 0))
 
     @property
@@ -110,7 +116,7 @@ Counts = Annotated[list[Count], Field(min_length=1)]
 class Rows(Strict):
     """A [[rows]] table: the product of its lists. Requests and tokens per request are pairs of `shapes`, or all
     combinations of `batch` and `tokens`; a sparse call's `batch` are query tokens, its `tokens` the lists' lengths. Of
-    a dense request's tokens the first `common` ones are the same for all."""
+    a dense request's tokens the first `common` ones are the same for all, and the others differ in number."""
 
     call: CallName = "dense"
     heads: Counts = [16]

@@ -111,7 +111,7 @@ def _pool_rows(workload: Workload) -> int:
 
 
 def _request_rows(workload: Workload) -> int:
-    return -(-workload.length // workload.page_size) * workload.page_size
+    return -(-workload.longest // workload.page_size) * workload.page_size
 
 
 def _copy_rows(workload: Workload) -> int:
@@ -137,7 +137,8 @@ def inputs_of(workload: Workload, num_sms: int | None) -> Inputs:
     shuffled = torch.randperm(pages, generator=torch.Generator().manual_seed(0)).to(torch.int32)
     own = shuffled[common:].view(batch, -1)
     table = torch.cat([shuffled[:common].expand(batch, -1), own], dim=1)
-    seq_lens = torch.full((batch,), workload.length, dtype=torch.int32, device=DEVICE)
+    spread = torch.linspace(1 - 1 / batch, 1 / batch - 1, batch) * (workload.longest - workload.length)
+    seq_lens = (workload.length + spread).to(torch.int32).to(DEVICE)
     return replace(given, block_table=table.to(DEVICE), seq_lens=seq_lens)
 
 

@@ -67,7 +67,7 @@ def fa3(inputs: Inputs) -> Call:
     from vllm.vllm_flash_attn import flash_attn_varlen_func, get_scheduler_metadata
 
     batch, s_q, heads, _ = inputs.q.shape
-    lengths = {"max_seqlen_q": s_q, "max_seqlen_k": inputs.workload.length, "cu_seqlens_q": inputs.query_starts}
+    lengths = {"max_seqlen_q": s_q, "max_seqlen_k": inputs.workload.longest, "cu_seqlens_q": inputs.query_starts}
     both = {**lengths, "causal": True, "num_splits": 32}  # vLLM's flash_attn_max_num_splits_for_cuda_graph
     sizes = {"num_heads_q": heads, "num_heads_kv": 1, "headdim": ROPE_DIM, "headdim_v": LATENT_DIM}
     cache = {"cache_seqlens": inputs.seq_lens, "qkv_dtype": inputs.q.dtype, "page_size": inputs.workload.page_size}
@@ -112,7 +112,7 @@ def triton(inputs: Inputs) -> Call:
     s_q, heads = inputs.q.shape[1:3]
     device, q = inputs.q.device, inputs.q.flatten(0, 1)
     multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
-    splits = _compute_num_kv_splits(inputs.workload.length, multiprocessors)
+    splits = _compute_num_kv_splits(inputs.workload.longest, multiprocessors)
     # A workspace for all layers.
     partial = torch.empty(len(q), heads, splits, LATENT_DIM + 1, dtype=torch.float32, device=device)
     scale = torch.ones(1, device=device) if inputs.kv_scale is None else inputs.kv_scale_tensor

@@ -35,6 +35,7 @@ REQUEST_STEPS = 8  # fewer steps have no meaningful median
 TIE_NOISE, TIE_CONTROL = 15, 1 / 10  # two tokens this close may change places: in noise medians, of the control's
 TURN_TOKENS = (0, 2, 3, 4, 17, 37, 63, 64, 100, 127, 128, 129, 300)  # new tokens of turns; the first fill the cache
 TURN_PREFIX = 2048  # tokens before them: whole pages, so that all are cached and no more
+COMMON_PREFIX, COMMON_REQUESTS = 3840, 96  # enough for ETAP to read shared prefixes once
 KEEPS_QUERIES = "TRITON_MLA"  # over an FP8 cache, where others round them to e4m3
 
 
@@ -68,6 +69,17 @@ def make_turns(forces: bool, seed: int = 2) -> list[Request]:
         for index, prefix in enumerate(prefixes):
             new, forced = rng.choices(PROMPT_TOKENS, k=tokens), rng.choice(PROMPT_TOKENS)
             made.append(Request(prefix + new, 16, forced if forces and index else None))
+    return made
+
+
+def make_common(forces: bool, seed: int = 3) -> list[Request]:
+    """Requests that begin with the same whole pages, with 1 to 1000 tokens of their own; every second one forced."""
+    rng = random.Random(seed)
+    prefix = rng.choices(PROMPT_TOKENS, k=COMMON_PREFIX)
+    made = []
+    for index in range(COMMON_REQUESTS):
+        own, forced = rng.choices(PROMPT_TOKENS, k=rng.randint(1, 1000)), rng.choice(PROMPT_TOKENS)
+        made.append(Request(prefix + own, 32, forced if forces and index % 2 else None))
     return made
 
 

@@ -40,6 +40,7 @@ from bench.servers.agreement import (
     Request,
     agreement,
     answer_in,
+    make_common,
     make_requests,
     make_turns,
     moved,
@@ -69,7 +70,8 @@ CHUNK_TOKENS = 2048  # prefilled per step in SGLang, so that longer prompts take
 CACHED_SHARE = 0.9  # of the whole pages of prompts asked again, that the prefix cache must have
 RIGHT_SHARE, EQUAL_SHARE = 0.9, 0.99
 PERPLEXITY_SHARE, FP8_PERPLEXITY_SHARE = 0.001, 0.005
-STAGES = {"together": "together", "again": "again", "few": "together", "turns": "turns"}  # and the reference's stage
+STAGES = {"together": "together", "again": "again", "few": "together", "turns": "turns", "common": "common"}
+"""Stages that must agree, and the reference's stage with which."""
 
 
 @dataclass
@@ -104,6 +106,9 @@ class Questions:
         self.stages["few"] = self._answers(requests, self.replies(requests, FEW, "few"))
         self._control(requests, forces)
         self.stages["turns"] = self._answers(turns, self.replies(turns, 1, "turns"))
+        common = make_common(forces)
+        self.replies(common[:1], 1, "common")  # so that all others find the beginning
+        self.stages["common"] = self._answers(common, self.replies(common, len(common), "common"))
         for kind, entries in self.known.items():
             asked = [Request(entry["prompt"], len(entry["answer"])) for entry in entries]
             self.stages[kind] = self._answers(asked, self.replies(asked, KNOWN_MANY, "known"))

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from etap_backend.engine_contract import SHARED_PREFIX_VARIABLE
+from etap_backend.engine_contract import SHARED_PREFIX_VARIABLE, TOP_K_VARIABLE
 from etap_backend.limits import SPARSE_FP8
 
 SERVED_NAME = "served"
@@ -17,6 +17,7 @@ SEED = 0
 PAGE_TOKENS = 64
 DRAFT_TOKENS = 3
 MODES = ("plain", "mtp")  # without drafts, and with those of the model's MTP layer
+WORDS = ("math", "eager", "shared", "engine_top_k")  # of a variant's name
 NAME = re.compile(r"(?P<backend>\w+)(?P<words>(?:\+\w+)*)(?:@(?P<kind>tp|dcp)(?P<ranks>[1-9]\d*))?")
 
 
@@ -28,11 +29,11 @@ def must_be_modes(modes: list[str]) -> None:
 
 @dataclass(frozen=True)
 class Variant:
-    """An attention backend with its KV cache and GPUs, by name BACKEND[+CACHE][+math][+eager][+shared][@tpN|@dcpN].
+    """An attention backend with its KV cache and GPUs, by name BACKEND[+CACHE][+WORD]...[@tpN|@dcpN].
 
     ETAP+fp8 has an FP8 cache, ETAP+fp8+math multiplies it in FP8, ETAP+eager runs without CUDA graphs, ETAP+shared
-    reads shared prefixes once, ETAP@tp2 runs on two tensor-parallel GPUs, ETAP@dcp2 on two with decode context
-    parallelism.
+    reads shared prefixes once, ETAP+engine_top_k leaves the choice of rows to the engine, ETAP@tp2 runs on two
+    tensor-parallel GPUs, ETAP@dcp2 on two with decode context parallelism.
     """
 
     backend: str
@@ -42,19 +43,20 @@ class Variant:
     tp: int = 1
     dcp: int = 1
     shared: bool = False
+    engine_top_k: bool = False
 
     @classmethod
     def parse(cls, name: str, tp: int = 1) -> Variant:
         """The variant of this name, on `tp` GPUs unless it says otherwise. Raises ValueError for another name."""
         found = NAME.fullmatch(name)
         words = found["words"].split("+")[1:] if found else []
-        caches = [word for word in words if word not in ("math", "eager", "shared")]
+        caches = [word for word in words if word not in WORDS]
         if not found or len(caches) > 1:
-            raise ValueError(f"--backend: wanted BACKEND[+CACHE][+math][+eager][+shared][@tpN or @dcpN], got {name!r}")
+            raise ValueError(f"--backend: wanted BACKEND[+CACHE][+{'][+'.join(WORDS)}][@tpN or @dcpN], got {name!r}")
         ranks = int(found["ranks"] or tp)
         dcp = ranks if found["kind"] == "dcp" else 1
-        math_, eager, shared = (word in words for word in ("math", "eager", "shared"))
-        return cls(found["backend"], (caches or ["auto"])[0], math_, eager, ranks, dcp, shared)
+        math_, eager, shared, engine_top_k = (word in words for word in WORDS)
+        return cls(found["backend"], (caches or ["auto"])[0], math_, eager, ranks, dcp, shared, engine_top_k)
 
     @property
     def is_etap(self) -> bool:
@@ -62,7 +64,8 @@ class Variant:
 
     @property
     def environment(self) -> dict[str, str]:
-        return {SHARED_PREFIX_VARIABLE: "1"} if self.shared else {}
+        shared = {SHARED_PREFIX_VARIABLE: "1"} if self.shared else {}
+        return shared | ({TOP_K_VARIABLE: "0"} if self.engine_top_k else {})
 
     def proof(self, config: dict) -> str:
         """What ETAP logs with this cache and math for a model of this configuration; "" for other backends."""

@@ -62,6 +62,9 @@ def test_requests_cover_page_edges_and_turns_follow_whole_pages():
     assert {len(request.prompt) for request in requests} >= set(judging.EDGE_LENGTHS)
     assert judging.TURN_PREFIX % PAGE_TOKENS == 0 and len({tuple(t.prompt[: judging.TURN_PREFIX]) for t in turns}) == 2
     assert all(request.forced is None for request in judging.make_requests(96, False) + judging.make_turns(False))
+    common = [request.prompt for request in judging.make_common(True)]
+    assert {tuple(prompt[: judging.COMMON_PREFIX]) for prompt in common} == {tuple(common[0][: judging.COMMON_PREFIX])}
+    assert judging.COMMON_PREFIX % PAGE_TOKENS == 0 and len(set(map(tuple, common))) == judging.COMMON_REQUESTS
     changed, prompt = judging.with_another_beginning(requests[7]), requests[7].prompt
     assert changed[3000:] == prompt[3000:] and changed[:3000] != prompt[:3000] and len(changed) == 4000
 

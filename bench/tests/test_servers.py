@@ -137,6 +137,7 @@ def test_variants_have_names():
     assert Variant.parse("FLASHMLA", 8) == Variant("FLASHMLA", tp=8)
     shared = Variant.parse("etap+shared+fp8")
     assert shared == Variant("etap", "fp8", shared=True) and shared.environment == {"ETAP_SHARED_PREFIX": "1"}
+    assert Variant.parse("ETAP+fp8+engine_top_k").environment == {"ETAP_TOP_K": "0"}
     assert shared.proof({}) == "KV cache FP8 (e4m3), math float16, shared prefixes read once"
     assert "sparse attention" in Variant("etap").proof({"index_topk": 2048}) and Variant("FLASHMLA").proof({}) == ""
     for name in ("ETAP@", "ETAP@tp0", "ETAP@pp2", "ETAP+fp8+auto", "", "ETAP,"):
