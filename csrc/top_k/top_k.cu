@@ -12,7 +12,6 @@
 //
 // The bounds only decide how much is read again. A phase has few instructions: they come from memory in every launch, which takes
 // longer than what most of them do.
-#include <algorithm>
 
 #include "common/pipeline.cuh"
 #include "top_k/keys.cuh"
@@ -26,15 +25,17 @@ constexpr int kWarps = 16;    // all of them run most instructions: with more th
 constexpr int kThreads = kWarps * kWarpSize;
 constexpr int kBlockKeys = 128;
 constexpr int kBlockSteps = kBlockKeys / kWarpSize;
-constexpr int kStages = 8;       // blocks of a warp on their way
-constexpr int kListed = kStages * kBlockKeys;
-constexpr int kCandidates = 512;
-constexpr int kAloneKeys = 8192;  // up to here a row has one CTA: an exchange takes longer than half of the work
-constexpr int kCtaKeys = 4096;    // of a longer row
+constexpr int kStages = 4;       // blocks of a warp on their way
+constexpr int kStagedKeys = kStages * kBlockKeys;
+constexpr int kCandidates = 128;  // each is compared with all: another round takes less time than with more
+constexpr int kCtaKeys = 2048;    // of a row that is shared
 constexpr int kSamples = 256, kGroup = 4, kPivots = kSamples / kGroup;
 constexpr int kTeam = kThreads / kPivots;  // lanes that compare one key with many
 constexpr uint32_t kAllLanes = 0xffffffff;
-static_assert(kBins == kWarpSize * 4 && kThreads >= kSamples && kWarps >= kMostCtas && kAloneKeys == 2 * kCtaKeys);
+static_assert(kBins == kWarpSize * 4 && kThreads >= kSamples && kWarps >= kMostCtas);
+
+// Logits that a warp can list. Where many CTAs share a row each has few, and an SM with room for two finds place for a cluster sooner.
+CUTE_HOST_DEVICE constexpr int list_length(int cluster) { return cluster >= 4 ? 512 : 1280; }
 
 // The k-th key is in the interval, as the `wanted`-th from above of `inside`. The row's CTAs before this one have `lower_above` keys
 // above the interval and `lower_inside` in it.
@@ -44,8 +45,7 @@ struct Search {
 };
 
 struct Shared {
-  float stages[kWarps][kListed];  // by position, modulo their number
-  int2 lists[kWarps][kListed];    // logit and position
+  float stages[kWarps][kStagedKeys];  // by position, modulo their number
   int32_t counts[2][kMostCtas][kBins];  // of two rounds: a CTA may be one ahead
   int32_t bins[kBins];
   int32_t candidates[kCandidates];
@@ -57,6 +57,9 @@ struct Shared {
   int32_t least;    // that is listed
   Search bin, key;  // found by a round, and among candidates
 };
+// Behind it the warps' lists lie, of logits and positions.
+constexpr int shared_bytes(int cluster) { return int(sizeof(Shared) + kWarps * list_length(cluster) * sizeof(int2)); }
+static_assert(sizeof(Shared) % sizeof(int2) == 0);
 
 CUTE_DEVICE int lane_id() { return threadIdx.x % kWarpSize; }
 CUTE_DEVICE int warp_id() { return threadIdx.x / kWarpSize; }
@@ -80,11 +83,15 @@ CUTE_DEVICE void send(int32_t* to, int32_t value, Barrier& there, int rank) {
 struct Part {
   uint64_t logits;  // of the row
   int first, end;   // positions
+  int2* const listed;
+  const int room;
   int count = 0;
   bool all = false;
 
-  CUTE_DEVICE Part(const TopKParams& params, int row, int length, int ctas, int rank)
-      : logits(kept(uint64_t(__cvta_generic_to_global(params.logits + row * params.logits_stride)))) {
+  CUTE_DEVICE Part(Shared& shared, const TopKParams& params, int row, int length, int ctas, int rank, int cluster)
+      : logits(kept(uint64_t(__cvta_generic_to_global(params.logits + row * params.logits_stride)))),
+        listed(reinterpret_cast<int2*>(&shared + 1) + warp_id() * list_length(cluster)),
+        room(list_length(cluster)) {
     const int blocks = (length + kBlockKeys - 1) / kBlockKeys, share = (blocks + kWarps - 1) / kWarps;
     const int each = int(__fdividef(share - 0.5f, ctas)) + 1;  // share / ctas, rounded up: exact, as share <= 2^20, and 2 ulp are less than 0.5 / ctas
     const int block = min((rank * kWarps + warp_id()) * each, blocks);
@@ -95,7 +102,7 @@ struct Part {
   // Each lane copies what it reads itself.
   CUTE_DEVICE void copy(Shared& shared, int block) const {
     if (block < end) {
-      const uint32_t at = block + lane_id(), to = shared_address(&shared.stages[warp_id()][at % kListed]);
+      const uint32_t at = block + lane_id(), to = shared_address(&shared.stages[warp_id()][at % kStagedKeys]);
       const uint64_t from = logits + at * uint64_t(sizeof(float));
       CUTE_UNROLL
       for (int i = 0; i < kBlockKeys; i += kWarpSize) {
@@ -112,23 +119,23 @@ struct Part {
   CUTE_DEVICE void list(Shared& shared, float bound) {
     int block = first;
 #pragma unroll 1
-    for (; block < end && count <= kListed - kBlockKeys; block += kBlockKeys) {
+    for (; block < end && count <= room - kBlockKeys; block += kBlockKeys) {
       ptx::wait_copies<kStages - 1>();
       const uint32_t at = block + lane_id();
       float stage[kBlockSteps] = {};
       CUTE_UNROLL
       for (int i = 0; i < kBlockSteps; ++i) {
-        if (int(at) + i * kWarpSize < end) stage[i] = shared.stages[warp_id()][at % kListed + i * kWarpSize];
+        if (int(at) + i * kWarpSize < end) stage[i] = shared.stages[warp_id()][at % kStagedKeys + i * kWarpSize];
       }
       CUTE_UNROLL
       for (int i = 0; i < kBlockSteps; ++i) {
         const int position = int(at) + i * kWarpSize;
-        const bool listed = position < end && !(stage[i] < bound);
-        const uint32_t lanes = ballot(listed);
-        if (listed) shared.lists[warp_id()][count + lower_lanes(lanes)] = {__float_as_int(stage[i]), position};
+        const bool taken = position < end && !(stage[i] < bound);
+        const uint32_t lanes = ballot(taken);
+        if (taken) listed[count + lower_lanes(lanes)] = {__float_as_int(stage[i]), position};
         count += __popc(lanes);
       }
-      copy(shared, block + kListed);
+      copy(shared, block + kStagedKeys);
     }
     ptx::wait_copies<0>();
     __syncwarp();
@@ -136,11 +143,11 @@ struct Part {
   }
   // visit(key, position), by all lanes of a warp at a time.
   template <class Visit>
-  CUTE_DEVICE void each(const Shared& shared, Visit&& visit) const {
+  CUTE_DEVICE void each(Visit&& visit) const {
 #pragma unroll 1
     for (int begin = 0; begin < count; begin += kWarpSize) {
       const int i = begin + lane_id(), there = min(i, count - 1);
-      const int2 one = all ? int2{__float_as_int(load(first + there)), first + there} : shared.lists[warp_id()][there];
+      const int2 one = all ? int2{__float_as_int(load(first + there)), first + there} : listed[there];
       visit(i < count ? key_of(__int_as_float(one.x)) : kNoKey, one.y);
     }
   }
@@ -215,7 +222,7 @@ CUTE_DEVICE Search search_row(Shared& shared, Part& part, int k, int ctas, int r
   ptx::cluster_wait();  // all CTAs have begun
 #pragma unroll 1
   for (int round = 0;; ++round) {
-    part.each(shared, [&](int32_t key, int) {
+    part.each([&](int32_t key, int) {
       if (search.keys.holds(key)) atomicAdd(&shared.bins[bins.bin_of(key)], 1);
     });
     __syncthreads();
@@ -246,7 +253,7 @@ CUTE_DEVICE Search search_row(Shared& shared, Part& part, int k, int ctas, int r
 
 // The k-th key itself, from the candidates of all CTAs, those of the CTAs before first.
 CUTE_DEVICE Search search_candidates(Shared& shared, const Part& part, const Search& search, int ctas) {
-  part.each(shared, [&](int32_t key, int) {
+  part.each([&](int32_t key, int) {
     if (!search.keys.holds(key)) return;
     int32_t* const to = &shared.candidates[search.lower_inside + atomicAdd(&shared.collected, 1)];
     if (ctas == 1) *to = key;
@@ -288,7 +295,7 @@ CUTE_DEVICE void write_row(Shared& shared, const Part& part, const Search& searc
     above += key > search.keys.hi;
     inside += search.keys.holds(key);
   };
-  part.each(shared, count);
+  part.each(count);
   above = warp_sum(above);
   inside = warp_sum(inside);
   if (lane_id() == 0) shared.taken[warp_id()] = {above, inside};
@@ -300,7 +307,7 @@ CUTE_DEVICE void write_row(Shared& shared, const Part& part, const Search& searc
   for (int i = lane_id(); i < listed; i += kWarpSize) count(shared.candidates[i], 0);
   inside = search.lower_inside + warp_sum(inside);
   int index = search.lower_above + warp_sum(above) + min(inside, search.wanted);
-  part.each(shared, [&](int32_t key, int position) {
+  part.each([&](int32_t key, int position) {
     const bool holds = search.keys.holds(key);
     const uint32_t holding = ballot(holds);
     const bool takes = key > search.keys.hi || (holds && inside + lower_lanes(holding) < search.wanted);
@@ -318,8 +325,8 @@ CUTE_DEVICE int length_of(const TopKParams& params, int row) {
 }
 
 __global__ void __launch_bounds__(kThreads, 1) top_k_kernel(const __grid_constant__ TopKParams params) {
-  extern __shared__ __align__(16) char shared_bytes[];
-  Shared& shared = *reinterpret_cast<Shared*>(shared_bytes);
+  extern __shared__ __align__(16) char shared_memory[];
+  Shared& shared = *reinterpret_cast<Shared*>(shared_memory);
   const int cluster = int(ptx::cluster_size()), rank = int(ptx::cluster_rank());
   const int index = int(blockIdx.x) >> (__ffs(cluster) - 1), k = params.k;  // a cluster's size is a power of two
   if (threadIdx.x < kBins) shared.bins[threadIdx.x] = 0;
@@ -333,7 +340,7 @@ __global__ void __launch_bounds__(kThreads, 1) top_k_kernel(const __grid_constan
   if (!params.early_lengths) cudaGridDependencySynchronize();
   const int length = length_of(params, index);
   cudaGridDependencySynchronize();
-  const int ctas = length <= kAloneKeys ? 1 : min((length + kCtaKeys - 1) / kCtaKeys, cluster);
+  const int ctas = min((length + kCtaKeys - 1) / kCtaKeys, cluster);
   if (length <= k || rank >= ctas) {
     ptx::cluster_wait();
 #pragma unroll 1
@@ -341,11 +348,11 @@ __global__ void __launch_bounds__(kThreads, 1) top_k_kernel(const __grid_constan
     return;
   }
 
-  Part part(params, index, length, ctas, rank);
+  Part part(shared, params, index, length, ctas, rank, cluster);
   float sample = 0;  // one in each of as many parts of the row, at no fixed distance
   if (threadIdx.x < kSamples) sample = part.load(__umulhi(threadIdx.x << 24 | (threadIdx.x * 0x9e3779 & 0xffffff), length));
 #pragma unroll 1
-  for (int block = 0; block < kListed; block += kBlockKeys) part.copy(shared, part.first + block);
+  for (int block = 0; block < kStagedKeys; block += kBlockKeys) part.copy(shared, part.first + block);
   find_window(shared, sample, k, length);
   part.list(shared, __int_as_float(ordered(shared.least)));  // NaN for the lowest keys, which nothing is below
   Search search = search_row(shared, part, k, ctas, rank);
@@ -368,9 +375,9 @@ namespace etap {
 KernelLaunch prepare_top_k(const TopKParams& params, int num_sms) {
   using namespace top_k;
   int ctas = 1;
-  while (ctas < kMostCtas && params.rows * ctas * 2 <= num_sms && params.width > std::max(kAloneKeys, ctas * kCtaKeys)) ctas *= 2;
+  while (ctas < kMostCtas && params.rows * ctas * 2 <= num_sms && params.width > ctas * kCtaKeys) ctas *= 2;
   const void* const function = reinterpret_cast<const void*>(top_k_kernel);
-  return {function, "top_k_kernel", &handles, dim3(params.rows * ctas), kThreads, sizeof(Shared), ctas};
+  return {function, "top_k_kernel", &handles, dim3(params.rows * ctas), kThreads, shared_bytes(ctas), ctas};
 }
 
 }  // namespace etap
