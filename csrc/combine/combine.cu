@@ -37,7 +37,7 @@ struct Entry {
       const WorkRange& row = params.work_ranges[i];
       entry.request = row.split_request < params.batch ? row.split_request : -1;
       entry.slot = row.split_slot;
-      entry.splits = entry.request < 0 ? 0 : min(row.split_count, 2 * params.partitions - entry.slot);
+      entry.splits = entry.request < 0 ? 0 : min(row.split_count, params.last_slot + 1 - entry.slot);
     }
     return entry;
   }
@@ -180,6 +180,17 @@ struct Block {
     return others;
   }
 
+  // A warp's own task, of a request whose splits can all be on their way at once.
+  CUTE_DEVICE void sum_alone(const Entry& entry) const {
+    const int offsets[1] = {offset(warp)};
+    Flight<Form, kFewSplits, 1> flight;
+    load(flight, partials, offsets, entry.slot, 1, entry.slot + entry.splits);
+    Totals totals;
+    Sum sums[1];
+    flight.add_to(totals, sums);
+    write(entry.request, sums[0], totals, warp);
+  }
+
   // The warps divide a request's splits, sum all tasks of the block, and add up in shared memory.
   template <int kAhead, int kTasks>
   CUTE_DEVICE void sum_together(const Entry& entry, Shares<Form, kTasks>& shared) const {
@@ -218,18 +229,23 @@ struct Block {
 // Grids are (steps of a request, requests). The list is older than the decode kernel, which waits for it before it lets this one
 // begin (kernel.cuh; a test holds the order). Reading it behind the wait would be as right, and later.
 
-// For few requests: a grid has blocks for each that may be split, of one task or two, whose splits the warps divide.
+// For few requests: a grid has blocks for each that may be split, of one task or two, whose splits the warps divide. With a task a warp,
+// and no room beside other kernels, they do it where there are many.
 template <class Form, int kTasks>
-__global__ void __launch_bounds__(kWarps* kWarpSize, kBlocksPerSm)
+__global__ void __launch_bounds__(kWarps* kWarpSize, kTasks < kWarps ? kBlocksPerSm : kManyBlocksPerSm)
     few_combine_kernel(const __grid_constant__ ResultParams params) {
   __shared__ Shares<Form, kTasks> shared;
-  static_assert(Form::kOneRow || sizeof(shared) <= kCombinationBytes);
+  static_assert(Form::kOneRow || kTasks == kWarps || sizeof(shared) <= kCombinationBytes);
   const Block<Form> block(params, blockIdx.x * kTasks);
   cudaTriggerProgrammaticLaunchCompletion();
 
   const Entry one = Entry::of(params, blockIdx.y);
   cudaGridDependencySynchronize();
-  if (one.splits > 0) block.template sum_together<4>(one, shared);
+  if (kTasks == kWarps && one.splits <= kFewSplits) {
+    if (one.splits > 0) block.sum_alone(one);
+  } else if (one.splits > 0) {
+    block.template sum_together<kTasks < kWarps ? 4 : 1>(one, shared);
+  }
 }
 
 // For many: a task a warp, few registers and no shared memory. So a block finds room beside a CTA of a decode kernel that leaves some
@@ -275,6 +291,11 @@ KernelLaunch many_launch(dim3 blocks) {
           kWarps * kWarpSize, 0};
 }
 
+template <class Form>
+KernelLaunch many_launch(dim3 blocks, int entries) {
+  return entries == 1 ? many_launch<Form, 1>(blocks) : entries == 2 ? many_launch<Form, 2>(blocks) : many_launch<Form, kMostEntries>(blocks);
+}
+
 }  // namespace
 
 // The next decode kernel begins when all blocks of this one have (they trigger it then), and its CTAs only where those leave it
@@ -299,21 +320,21 @@ KernelLaunch prepare_combine(const ResultParams& params, bool leaves_room, int64
     return two ? few_launch<Columns, 2>(blocks) : few_launch<Columns, 1>(blocks);
   }
   const int steps = tasks / kWarps;
+  const int splits = params.partitions / requests;  // of a request, if all are alike
+  if (!leaves_room && (splits > kFewSplits || requests * steps <= kManyBlocksPerSm * ctas)) {
+    const dim3 blocks(steps, requests);
+    return rows ? few_launch<Rows, kWarps>(blocks) : half ? few_launch<HalfColumns, kWarps>(blocks) : few_launch<Columns, kWarps>(blocks);
+  }
   // Requests of a block with so many blocks a multiprocessor, and how many of them it takes at a time.
   const auto rounds = [&](int blocks_per_sm) { return (requests * steps + blocks_per_sm * ctas - 1) / (blocks_per_sm * ctas); };
   const auto at_a_time = [&](int blocks_per_sm) { return rounds(blocks_per_sm) <= 2 ? rounds(blocks_per_sm) : kMostEntries; };
-  const int splits = params.partitions / requests;  // of a request, if all are alike
   const bool in_flight = (rounds(1) <= kMostEntries || splits == 1) && at_a_time(1) * splits <= kFewSplits;
   const bool sparing = (params.early_loads || leaves_room) && !few_cores;
   const int blocks_per_sm = sparing && in_flight ? 1 : kManyBlocksPerSm;
   const dim3 blocks(steps, std::min(requests, std::max(blocks_per_sm * ctas / steps, 1)));
   int entries = at_a_time(blocks_per_sm);
   while (entries > 1 && entries * splits > kFewSplits) entries /= 2;
-  if (rows) return entries < kMostEntries ? many_launch<Rows, 1>(blocks) : many_launch<Rows, kMostEntries>(blocks);
-  if (half) return entries < kMostEntries ? many_launch<HalfColumns, 1>(blocks) : many_launch<HalfColumns, kMostEntries>(blocks);
-  return entries == 1   ? many_launch<Columns, 1>(blocks)
-         : entries == 2 ? many_launch<Columns, 2>(blocks)
-                        : many_launch<Columns, kMostEntries>(blocks);
+  return rows ? many_launch<Rows>(blocks, entries) : half ? many_launch<HalfColumns>(blocks, entries) : many_launch<Columns>(blocks, entries);
 }
 
 }  // namespace etap
