@@ -123,6 +123,10 @@ enum class PartialLayout : uint8_t {
   kRows,               // O = P·V as WGMMA's registers hold it, float32
 };
 
+// What a dense call decodes. Where requests share prefixes (schedule/shared_prefixes.h), one call decodes stacks, each a request of one
+// token whose rows are those of its members, and another one the tiles that requests have of their own.
+enum class CallOf : uint8_t { kRequests, kStacks, kOwnTiles };
+
 // What decode kernels and the combination behind them share: how the work is divided, where partial results lie, where results go. The
 // combination is given no more, because a kernel waits when it first reads each 64 bytes of its parameters.
 struct ResultParams {
@@ -141,6 +145,8 @@ struct ResultParams {
   // one: they are read before that has ended. Of whole tiles of dense attention alone.
   bool early_loads = false;
   PartialLayout partials = PartialLayout::kColumns;  // the decode kernel's
+  CallOf call_of = CallOf::kRequests;
+  int32_t last_slot = 0;     // of the workspace; of a dense call
   void* out;                 // [batch, rows, 512]; strides in elements, of a dense call contiguous
   int64_t out_stride_batch;
   int64_t out_stride_row;
@@ -180,13 +186,11 @@ struct DecodeParams : ResultParams {
   // Sparse attention alone, where each query token is a request of its own, and no schedule divides the work: there are no
   // work_ranges, split_offsets, seq_lens and block_table.
   SparseParams sparse = {};
-  // Dense attention alone, where requests share prefixes (see schedule/shared_prefixes.h). A call of stacks has `members`; each stack
-  // is a request of one token whose rows are those of its members.
-  int32_t last_slot = 0;                 // of the workspace
-  int32_t stack_places = 0;              // members that a stack has room for
-  const int32_t* first_tiles = nullptr;  // [batch], where a request's own tiles begin; null: at 0
+  // Of a call of stacks alone, and first_tiles of what requests have of their own.
+  const int32_t* first_tiles = nullptr;  // [batch], where a request's own tiles begin
   const int32_t* members = nullptr;      // [batch, stack_places], requests of q and block_table, -1: none
   const int32_t* stack_count = nullptr;  // of this step
+  int32_t stack_places = 0;              // members that a stack has room for
   int32_t requests = 0;                  // of q and block_table
   int32_t member_row_bits = 0;           // of a row's number within its member; rows fill tiles, so they are powers of two
   int32_t member_head_bits = 0;
@@ -204,8 +208,9 @@ struct PartialRuns {
 };
 
 struct MergeParams {
-  PartialRuns runs[2];    // of stacks, of requests
-  const int32_t* places;  // [batch], a request's place among all stacks' members; -1: none
+  PartialRuns runs[2];         // of stacks, of requests
+  const int32_t* places;       // [batch], a request's place among all stacks' members; -1: none
+  const int32_t* stack_count;  // of this step
   int32_t stack_places;
   int32_t batch;
   int32_t rows;

@@ -159,11 +159,19 @@ void build_shared_schedule(const SharedScheduleCall& call) {
   });
 }
 
+// The decode kernel, and the combination behind it where requests may be split.
+void launch_decode(const DecodeCall& call, const DecodeParams& params, int device, cudaStream_t stream) {
+  const DecodeKernel& kernel = kernel_of(call, params.row_tile);
+  launch(prepare_decode(params, kernel, call.fp8_cache()), params, device, stream);
+  if (params.partitions == 1 || params.call_of == CallOf::kStacks) return;
+  const void* const arguments[] = {&params};
+  launch_overlapping(prepare_combine(params, kernel.leaves_room, call.num_sms), arguments, device, stream);
+}
+
 void launch_shared(const DecodeCall& call, int device, cudaStream_t stream) {
   const SharedDecode shared = shared_decode(call);
-  for (const DecodeParams* params : {&shared.stacks, &shared.own}) {
-    launch(prepare_decode(*params, kernel_of(call, params->row_tile), call.fp8_cache()), *params, device, stream);
-  }
+  launch_decode(call, shared.stacks, device, stream);
+  launch_decode(call, shared.own, device, stream);
   const void* const arguments[] = {&shared.merge};
   launch_overlapping(prepare_merge(shared.merge, call.num_sms), arguments, device, stream);
 }
@@ -174,12 +182,7 @@ void decode(const DecodeCall& call) {
   on_device("q", device, [&](cudaStream_t stream) {
     if (call.is_empty()) return;
     if (call.shared.has_value()) return launch_shared(call, device.device_id, stream);
-    const DecodeParams params = decode_params(call);
-    const DecodeKernel& kernel = kernel_of(call);
-    launch(prepare_decode(params, kernel, call.fp8_cache()), params, device.device_id, stream);
-    if (params.partitions == 1) return;
-    const void* const arguments[] = {&params};
-    launch_overlapping(prepare_combine(params, kernel.leaves_room, call.num_sms), arguments, device.device_id, stream);
+    launch_decode(call, decode_params(call), device.device_id, stream);
   });
 }
 
@@ -217,22 +220,21 @@ Array<Launch> decode_launches(const DecodeCall& call) {
   check(call);
   Array<Launch> all;
   if (call.is_empty()) return all;
-  if (call.shared.has_value()) {
-    const SharedDecode shared = shared_decode(call);
-    for (const DecodeParams* params : {&shared.stacks, &shared.own}) {
-      const DecodeLaunch decode = prepare_decode(*params, kernel_of(call, params->row_tile), call.fp8_cache());
-      all.push_back(launch_of(decode.kernel, *params, decode));
-    }
-    all.push_back(launch_of(prepare_merge(shared.merge, call.num_sms), shared.merge, {}));
+  const auto add = [&](const DecodeParams& params) {
+    const DecodeKernel& kernel = kernel_of(call, params.row_tile);
+    const DecodeLaunch decode = prepare_decode(params, kernel, call.fp8_cache());
+    all.push_back(launch_of(decode.kernel, params, decode));
+    if (params.partitions == 1 || params.call_of == CallOf::kStacks) return;
+    all.push_back(launch_of<ResultParams>(prepare_combine(params, kernel.leaves_room, call.num_sms), params, {}));
+  };
+  if (!call.shared.has_value()) {
+    add(decode_params(call));
     return all;
   }
-  const DecodeParams params = decode_params(call);
-  const DecodeKernel& kernel = kernel_of(call);
-  const DecodeLaunch decode = prepare_decode(params, kernel, call.fp8_cache());
-  all.push_back(launch_of(decode.kernel, params, decode));
-  if (params.partitions > 1) {
-    all.push_back(launch_of<ResultParams>(prepare_combine(params, kernel.leaves_room, call.num_sms), params, {}));
-  }
+  const SharedDecode shared = shared_decode(call);
+  add(shared.stacks);
+  add(shared.own);
+  all.push_back(launch_of(prepare_merge(shared.merge, call.num_sms), shared.merge, {}));
   return all;
 }
 

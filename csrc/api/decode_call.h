@@ -328,7 +328,8 @@ inline DecodeParams decode_params(const DecodeCall& call) {
   return params;
 }
 
-// The calls of stacks and of what requests have of their own, and the merge behind both. In the workspace the requests' partial results
+// The calls of stacks and of what requests have of their own, and the merge of those that have both. The combination of the others comes
+// before it. In the workspace the requests' partial results
 // come first.
 struct SharedDecode {
   DecodeParams stacks;
@@ -344,8 +345,10 @@ inline SharedDecode shared_decode(const DecodeCall& call) {
   const int64_t own_rows = call.own_slots() * shape.row_groups * shape.row_tile, stack_rows = call.stack_slots() * stack.row_tile;
   own.partial_lse = own.partial_out + own_rows * kLatentDim;
   own.last_slot = int32_t(call.own_slots() - 1);
+  own.call_of = CallOf::kOwnTiles;
 
   DecodeParams stacks = own;
+  stacks.call_of = CallOf::kStacks;
   stacks.partials = kernel_of(call, stack.row_tile).partials;
   stacks.partial_out = own.partial_out + call.own_floats();
   stacks.partial_lse = stacks.partial_out + stack_rows * kLatentDim;
@@ -369,7 +372,7 @@ inline SharedDecode shared_decode(const DecodeCall& call) {
     return PartialRuns{of.partial_out, of.partial_lse, of.split_offsets, of.last_slot + 1, of.row_groups * of.row_tile, of.row_tile,
                        of.partials};
   };
-  return {stacks, own, {{runs(stacks), runs(own)}, plan.places(), stack.places, own.batch, own.rows, own.empty_lse, own.float16_out,
+  return {stacks, own, {{runs(stacks), runs(own)}, plan.places(), plan.stack_count(), stack.places, own.batch, own.rows, own.empty_lse, own.float16_out,
                         own.out, own.lse}};
 }
 

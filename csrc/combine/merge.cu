@@ -30,11 +30,10 @@ struct Run {
   int end;
   int row;
 
-  // index: of the stack or request, -1: there is none. Of a plan that was built again since no slot is taken that the call does not
-  // have.
+  // index: of the stack or request. Of a plan that was built again since no slot is taken that the call does not have.
   CUTE_DEVICE Run(const PartialRuns& from, int index, int row) : from(from), row(row) {
-    begin = index < 0 ? 0 : min(max(from.offsets[index], 0), from.slots);
-    end = index < 0 ? 0 : min(from.offsets[index + 1], from.slots);
+    begin = min(max(from.offsets[index], 0), from.slots);
+    end = min(from.offsets[index + 1], from.slots);
   }
 
   CUTE_DEVICE float lse(int slot) const { return from.lse[int64_t(slot) * from.slot_rows + row]; }
@@ -81,19 +80,23 @@ CUTE_DEVICE void write(const MergeParams& params, int request, int row, int dim,
   params.lse[at] = lse == -INFINITY ? params.empty_lse : lse;
 }
 
-// A warp takes 8 rows x 16 value dims of a request: its stack's partial results, then its own. Requests that have none were written
-// by the decode kernel.
+// A warp takes 8 rows x 16 value dims of a request in a stack: the stack's partial results, then its own. Other requests were written by
+// the decode kernel, or by the combination behind it. Where there is no stack, the next kernel shall not wait for this one: all blocks but
+// one end at once, and that one waits for what comes before it, as is_without_stacks does (decode/kernel.cuh). Places and count are
+// older than the decode kernels.
 __global__ void __launch_bounds__(kWarps* kWarpSize, kBlocksPerSm) merge_kernel(const __grid_constant__ MergeParams params) {
   const int task = blockIdx.x * kWarps + threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
   const int row = task / (kLatentDim / kTaskDims) * 8 + lane / 4, dim = task % (kLatentDim / kTaskDims) * kTaskDims + lane % 4 * kLaneDims;
+  const bool none = *params.stack_count == 0;
+  if (none && (blockIdx.x > 0 || blockIdx.y > 0)) return;
   cudaTriggerProgrammaticLaunchCompletion();
   cudaGridDependencySynchronize();
 #pragma unroll 1
-  for (int request = blockIdx.y; request < params.batch; request += gridDim.y) {
+  for (int request = blockIdx.y; request < params.batch && !none; request += gridDim.y) {
     const int place = params.places[request];
-    const int stack = place < 0 ? -1 : place / params.stack_places;
+    if (place < 0) continue;
     // Lanes of rows that do not exist read the last one, and write nothing.
-    const int read = min(row, params.rows - 1), member = place < 0 ? 0 : place - stack * params.stack_places;
+    const int read = min(row, params.rows - 1), stack = place / params.stack_places, member = place - stack * params.stack_places;
     const auto run = [&](int i) {
       return i == 0 ? Run(params.runs[0], stack, member * params.rows + read) : Run(params.runs[1], request, read);
     };

@@ -145,7 +145,7 @@ DecodeLaunch prepare_decode(const DecodeParams& params, const DecodeKernel& kern
   decode.kernel = kernel.launch;
   decode.kernel.blocks = dim3(params.partitions * params.row_groups);
   if (params.key_load != KeyLoad::kRows) prepare_cache_maps(kernel, params, fp8_cache, decode);
-  if (!fp8_cache && params.members == nullptr) prepare_query_maps(kernel, params, decode);
+  if (!fp8_cache && params.call_of != CallOf::kStacks) prepare_query_maps(kernel, params, decode);
   return decode;
 }
 

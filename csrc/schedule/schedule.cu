@@ -107,12 +107,14 @@ __device__ Division choose_division(const Batch& batch, typename Scan::TempStora
   return decides ? Division::of_batch(shape, own_tiles, whole) : Division::of_lengths(shape, params.fixed_splits);
 }
 
+__host__ __device__ bool is_merged(const ScheduleParams& params, int r) { return params.merged != nullptr && params.merged[r] >= 0; }
+
 // Slots for the partial results of a request in so many splits.
 __host__ __device__ int64_t slots_of(const ScheduleParams& params, int r, int64_t splits) {
-  return splits > 1 || (params.merged != nullptr && params.merged[r] >= 0) ? splits : 0;
+  return splits > 1 || is_merged(params, r) ? splits : 0;
 }
 
-// Partial slots and the list of split requests.
+// Partial slots, and the list of split requests for the combination, which merged ones are not in.
 __device__ void write_splits(const Batch& batch, const Division& division, int64_t place, typename Scan::TempStorage& storage) {
   const ScheduleParams& params = batch.params;
   constexpr int kCountShift = 32;  // slots and split requests, packed so that one scan counts both
@@ -126,21 +128,20 @@ __device__ void write_splits(const Batch& batch, const Division& division, int64
     }
   };
   int64_t packed = 0;
-  for_each_request([&](int, int64_t slots) {
-    if (slots > 0) packed += slots + (int64_t(1) << kCountShift);
-  });
+  const auto packed_of = [&](int r, int64_t slots) { return slots + (int64_t(slots > 0 && !is_merged(params, r)) << kCountShift); };
+  for_each_request([&](int r, int64_t slots) { packed += packed_of(r, slots); });
   int64_t before, all;
   Scan(storage).ExclusiveSum(packed, before, all);
   for_each_request([&](int r, int64_t slots) {
     params.split_offsets[r] = int32_t(before);
-    if (slots == 0) return;
-    // Merged requests may be more than partitions, and nobody reads the list of those. Without them lengths that change meanwhile
-    // may have more split requests than were counted.
-    WorkRange& entry = params.work_ranges[min(int(before >> kCountShift), params.partitions - 1)];
-    entry.split_request = r;
-    entry.split_slot = int32_t(before);
-    entry.split_count = int32_t(slots);
-    before += slots + (int64_t(1) << kCountShift);
+    if (slots > 0 && !is_merged(params, r)) {
+      // Lengths that change meanwhile may have more split requests than were counted.
+      WorkRange& entry = params.work_ranges[min(int(before >> kCountShift), params.partitions - 1)];
+      entry.split_request = r;
+      entry.split_slot = int32_t(before);
+      entry.split_count = int32_t(slots);
+    }
+    before += packed_of(r, slots);
   });
   if (threadIdx.x == 0) params.split_offsets[params.batch] = int32_t(all);
 }
@@ -247,14 +248,13 @@ void build_schedule_on_host(const ScheduleParams& given) {
   for (int r = 0; r < params.batch; ++r) {
     const int64_t of_request = slots_of(params, r, division.splits(places[r], places[r + 1] - places[r]));
     params.split_offsets[r] = slots;
-    if (of_request > 0) {
-      // Merged requests may be more than partitions. Nobody reads the list of those.
-      WorkRange& entry = params.work_ranges[std::min(entries++, params.partitions - 1)];
+    if (of_request > 0 && !is_merged(params, r)) {
+      WorkRange& entry = params.work_ranges[entries++];
       entry.split_request = r;
       entry.split_slot = slots;
       entry.split_count = int(of_request);
-      slots += int(of_request);
     }
+    slots += int(of_request);
   }
   params.split_offsets[params.batch] = slots;
 

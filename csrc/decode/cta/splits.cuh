@@ -89,7 +89,7 @@ class SplitWalk {
     const int first = first_tile();
     const int seq_len = length();
     const int tiles = (seq_len + kTileTokens - 1) / kTileTokens;
-    const bool divided = end_of_slots > slots || params_.members != nullptr;
+    const bool divided = end_of_slots > slots || params_.call_of == CallOf::kStacks;
     // The schedule may be one of other lengths: a split ends with its request, and may lie behind it.
     const int end_tile = request_ == end_request_ ? min(end_tile_ + first, tiles) : tiles;
     const int slot = min(slots + begin_split_, params_.last_slot);
@@ -100,7 +100,7 @@ class SplitWalk {
 
  private:
   // The schedule counts a request's tiles from there on: those before it are its stack's.
-  CUTE_DEVICE int first_tile() const { return params_.first_tiles != nullptr ? params_.first_tiles[request_] : 0; }
+  CUTE_DEVICE int first_tile() const { return params_.call_of == CallOf::kOwnTiles ? params_.first_tiles[request_] : 0; }
 
   const DecodeParams& params_;
   int request_;
@@ -113,7 +113,7 @@ class SplitWalk {
 // A stack's pages are those of its first member. Of a plan that was built again since, for another batch, no row is taken that the call
 // does not have.
 CUTE_DEVICE const int32_t* table_row(const DecodeParams& params, int request) {
-  if (params.members != nullptr) {
+  if (params.call_of == CallOf::kStacks) {
     const int member = params.members[request * params.stack_places];
     request = uint32_t(member) < uint32_t(params.requests) ? member : 0;
   }

@@ -49,9 +49,9 @@ struct Traits : SixteenBitCache<OwnedTiles, Element, kTileChunks_, 1> {
   // The order in which a tile's chunks come: rope, which its owner's scores give back first, the value dims of one
   // warpgroup, the other's. The owner's come first, unless earlier splits of the CTA had an odd number of tiles: scores are
   // added up in this order, which follows from the tile's place i in its split, so that no bit depends on other requests.
-  __host__ __device__ static constexpr int first_half(int i) { return i % kConsumerGroups; }
+  __host__ __device__ static constexpr int first_half(int i) { return uint32_t(i) % kConsumerGroups; }
   __host__ __device__ static constexpr int first_chunk(int stage, int i) {
-    return stage < kRopeStages ? kValueChunks : (first_half(i) * kHalfChunks + stage - kRopeStages) % kValueChunks;
+    return stage < kRopeStages ? kValueChunks : uint32_t(first_half(i) * kHalfChunks + stage - kRopeStages) % kValueChunks;
   }
 
   static constexpr int kOutputDims = kLatentDim / kConsumerGroups;

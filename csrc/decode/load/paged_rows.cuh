@@ -24,7 +24,7 @@ class PagedRows {
   // Goes to the next tile, the split's first one to begin with.
   CUTE_DEVICE void advance(int tile, int seq_len) {
     const int token = tile * kTileTokens + row_;
-    exists_ = row_ < kTileTokens && token < seq_len && uint32_t(next_page_) < uint32_t(params_.cache.pages);
+    exists_ = is_held() && token < seq_len && uint32_t(next_page_) < uint32_t(params_.cache.pages);
     const uint32_t page = exists_ ? next_page_ : 0;
     const uint32_t place = params_.parts_per_page.rem(token);
     latent_ = page * params_.latent_steps.page + place * params_.latent_steps.row;
@@ -32,7 +32,8 @@ class PagedRows {
     next_page_ = fetch(tile + 1);
   }
 
-  // Whether this lane's row exists, and where both of its parts lie, in units.
+  // Whether this lane has a row, whether it exists, and where both of its parts lie, in units.
+  CUTE_DEVICE bool is_held() const { return row_ < kTileTokens; }
   CUTE_DEVICE bool exists() const { return exists_; }
   CUTE_DEVICE uint32_t latent() const { return latent_; }
   CUTE_DEVICE uint32_t rope() const { return rope_; }
@@ -67,13 +68,29 @@ template <class T>
 class CopiedRows {
  public:
   CUTE_DEVICE CopiedRows(const PagedRows<T::kGatherWarps>& rows, const DecodeParams& params, int warp)
-      : params_(params), warp_(warp), exist_(__ballot_sync(0xffffffff, rows.exists())), rope_(rows.rope()) {
+      : params_(params),
+        warp_(warp),
+        exist_(__ballot_sync(0xffffffff, rows.exists())),
+        all_exist_(__all_sync(0xffffffff, rows.exists() || !rows.is_held())),
+        rope_(rows.rope()) {
     CUTE_UNROLL
     for (int k = 0; k < kHeld; ++k) latent_[k] = kHeld == 1 ? rows.latent() : held_by(k * 4 + lane() / 8, rows.latent());
   }
 
   // Copies so many lines of the latent part from `offset` on, each [tokens x line] in the swizzle.
   template <int kLines>
+  CUTE_DEVICE void copy_latent(int offset, char* target) const {
+    all_exist_ ? copy_latent<kLines, true>(offset, target) : copy_latent<kLines, false>(offset, target);
+  }
+
+  // Copies the rope part. It is a line, or half of one: then half the lanes take it, and a warp two groups at a time.
+  template <int kRopeBytes>
+  CUTE_DEVICE void copy_rope(char* target) const {
+    all_exist_ ? copy_rope<kRopeBytes, true>(target) : copy_rope<kRopeBytes, false>(target);
+  }
+
+ private:
+  template <int kLines, bool kAllExist>
   CUTE_DEVICE void copy_latent(int offset, char* target) const {
     const char* const columns = params_.cache.latent + offset + lane() % 8 * kUnitBytes;
     const int row = warp_ * 4 + uint32_t(anew(lane())) / 8;
@@ -83,7 +100,7 @@ class CopiedRows {
       if (!has_group(k)) continue;
       // Worked out anew for each stage: there are no registers for all addresses.
       const uint32_t latent = kHeld == 1 ? held_by(k * 4 + lane() / 8, latent_[0]) : anew(latent_[k]);
-      const bool exists = exist_ >> (k * 4 + lane() / 8) & 1;
+      const bool exists = kAllExist || (exist_ >> (k * 4 + lane() / 8) & 1);
       const char* const from = exists ? columns + uint64_t(latent) * params_.latent_steps.unit_bytes : kNanRow.bytes;
       // A step of an odd number of groups of four is half a turn of the swizzle.
       char* const to = target + k * T::kGatherWarps * 4 * kLineBytes + (first ^ k * T::kGatherWarps % 2 * 4 * kUnitBytes);
@@ -94,8 +111,7 @@ class CopiedRows {
     }
   }
 
-  // Copies the rope part. It is a line, or half of one: then half the lanes take it, and a warp two groups at a time.
-  template <int kRopeBytes>
+  template <int kRopeBytes, bool kAllExist>
   CUTE_DEVICE void copy_rope(char* target) const {
     constexpr int kRowUnits = kRopeBytes / kUnitBytes;
     const char* const columns = params_.cache.rope + lane() % kRowUnits * kUnitBytes;
@@ -104,14 +120,13 @@ class CopiedRows {
       const uint32_t at = uint32_t(anew(lane())) / kRowUnits;  // of the rows of these groups
       const int held = k * 4 + at;
       const char* const row_at = columns + uint64_t(held_by(held, rope_)) * params_.rope_steps.unit_bytes;
-      const char* const from = exist_ >> held & 1 ? row_at : kNanRow.bytes;
+      const char* const from = kAllExist || (exist_ >> held & 1) ? row_at : kNanRow.bytes;
       const uint32_t row = (warp_ + (k + at / 4) * T::kGatherWarps) * 4 + at % 4;
       char* const to = target + row * kRopeBytes + (lane() % kRowUnits ^ swizzle<kRopeBytes>(row)) * kUnitBytes;
       if (has_group(k)) copy(from, to);
     }
   }
 
- private:
   static constexpr int kLineBytes = 128;
   static constexpr int kAllGroups = kTileTokens / 4;
   static constexpr int kGroups = (kAllGroups + T::kGatherWarps - 1) / T::kGatherWarps;  // the last warps may have one less
@@ -133,7 +148,8 @@ class CopiedRows {
 
   const DecodeParams& params_;
   const int warp_;
-  const uint32_t exist_;  // a bit a lane
+  const uint32_t exist_;   // a bit a lane
+  const bool all_exist_;  // of the rows that lanes have: most tiles' addresses need no choice
   const uint32_t rope_;
   uint32_t latent_[kHeld];
 };
@@ -178,7 +194,7 @@ class Landing {
     ETAP_MARKED(rows_fence, cutlass::arch::fence_view_async_shared());
     __syncwarp();
     for (; count_ > kOutstanding; --count_, stages_ >>= kStageBits) {
-      if (threadIdx.x % kWarpSize == 0) shared.keys.full[stages_ & ((1 << kStageBits) - 1)].arrive();
+      if (commits<true>()) shared.keys.full[stages_ & ((1 << kStageBits) - 1)].arrive();
     }
   }
 
@@ -197,6 +213,8 @@ class CacheRows : public DenseTiles<T, PagedRows<T::kGatherWarps>> {
   using Tiles::shared_, Tiles::params_, Tiles::pages_, Tiles::split_, Tiles::tile_, Tiles::tiles_begun_;
 
  public:
+  static constexpr bool kGathers = true;
+
   CUTE_DEVICE CacheRows(Shared<T>& shared, const DecodeParams& params, int partition, int warp)
       : Tiles(shared, params, partition, {params, warp}), warp_(warp) {}
 
@@ -219,7 +237,7 @@ class CacheRows : public DenseTiles<T, PagedRows<T::kGatherWarps>> {
       if constexpr (T::kFp8Cache) {
         ETAP_MARKED(rows_arrival, cutlass::arch::cpasync_barrier_arrive(shared_.keys.full_barrier(at)));
         __syncwarp();
-        if (elected) ETAP_MARKED(rows_commit, shared_.keys.commit(at));
+        if (commits<kGathers>()) ETAP_MARKED(rows_commit, shared_.keys.commit(at));
       } else {
         landing_.begin(at.stage);
         if (landing_.full()) landing_.template land<Landing<T>::kMost - 1>(shared_);

@@ -122,7 +122,7 @@ CUTE_DEVICE void gather_queries(Shared<T>& shared, const DecodeParams& params, i
     for (int row = warp; row < T::kRowTile; row += kWarps) {
       const bool exists = token < params.s_q;  // rows of the tile behind the last one do not
       QueryRow of(walk.request(), exists ? token : 0, exists ? head : 0, exists);
-      if (kStacks<T> && params.members != nullptr) of = QueryRow(params, walk.request(), row);
+      if (kStacks<T> && params.call_of == CallOf::kStacks) of = QueryRow(params, walk.request(), row);
       copy_query_row<T>(shared, row, q.latent + of.latent(params), q.rope + of.rope(params), of.exists);
       for (head += kWarps; head >= params.heads; head -= params.heads) ++token;
     }

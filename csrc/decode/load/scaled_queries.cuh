@@ -108,7 +108,7 @@ struct RawRows {
     CUTE_UNROLL
     for (int i = 0; i < kRows; ++i) {
       QueryRow of(request, token, head, row + i * kConsumerWarps < params.rows);
-      if (kStacks<T> && params.members != nullptr) of = QueryRow(params, request, row + i * kConsumerWarps);
+      if (kStacks<T> && params.call_of == CallOf::kStacks) of = QueryRow(params, request, row + i * kConsumerWarps);
       latents[i] = static_cast<const Source*>(params.q) + of.latent(params);
       ropes[i] = static_cast<const Source*>(params.q_rope) + of.rope(params);
       exist[i] = of.exists;
