@@ -262,8 +262,8 @@ def run_decode(
         name, x, y, threads, shared_bytes, params, cache_maps, query_maps = launch
         # Those that sum partials take the first argument alone.
         arguments = [bytes(params), *(_maps(cache_maps, query_maps) if _decodes(name) else [])]
-        # The combine kernel reads the schedule before it waits for partials: decode has waited before it begins.
-        memory.late = late if _decodes(name) else every_byte(copies, besides=("work_ranges",))
+        # Those read the schedule before they wait for partials: decode has waited before they begin.
+        memory.late = late if _decodes(name) else every_byte(copies, besides=("work_ranges", "shared"))
         kernel = kernel_of(*find(name, sources), edit)
         ran.append(kernel.launch((x, y), threads, shared_bytes, arguments, memory, **how))
     tensors["out"].copy_(copies["out"])
