@@ -2,6 +2,8 @@
 
 #include <cudaTypedefs.h>
 
+#include <algorithm>
+
 namespace etap {
 namespace {
 
@@ -62,7 +64,8 @@ CUfunction KernelHandles::of(const KernelLaunch& kernel, int device) {
   CUfunction handle = known.load(std::memory_order_relaxed);
   if (handle != nullptr) return handle;
   const void* const function = kernel.function;
-  ETAP_CUDA_CHECK(cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, kernel.shared_bytes));
+  const int shared_bytes = std::max(kernel.shared_bytes, kernel.most_shared_bytes);
+  ETAP_CUDA_CHECK(cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes));
   ETAP_CUDA_CHECK(cudaGetFuncBySymbol(&handle, function));
   known.store(handle, std::memory_order_relaxed);
   return handle;

@@ -40,6 +40,7 @@ struct KernelLaunch {
   int threads;
   int shared_bytes;
   int cluster = 1;  // CTAs, neighbours in x, that read each other's shared memory
+  int most_shared_bytes = 0;  // of all launches of the kernel; 0: they do not differ
 };
 
 // Programmatic dependent launch: the kernel may start before its predecessor on the stream has ended, and waits for it

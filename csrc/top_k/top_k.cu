@@ -377,7 +377,7 @@ KernelLaunch prepare_top_k(const TopKParams& params, int num_sms) {
   int ctas = 1;
   while (ctas < kMostCtas && params.rows * ctas * 2 <= num_sms && params.width > ctas * kCtaKeys) ctas *= 2;
   const void* const function = reinterpret_cast<const void*>(top_k_kernel);
-  return {function, "top_k_kernel", &handles, dim3(params.rows * ctas), kThreads, shared_bytes(ctas), ctas};
+  return {function, "top_k_kernel", &handles, dim3(params.rows * ctas), kThreads, shared_bytes(ctas), ctas, shared_bytes(1)};
 }
 
 }  // namespace etap
