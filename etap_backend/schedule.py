@@ -142,6 +142,11 @@ def sms_of(device: torch.device, on_cpu: int = CPU_SMS) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else on_cpu
 
 
+@constant_result  # torch.compile cannot trace the question
+def _cuda_devices() -> int:
+    return torch.cuda.device_count()
+
+
 def _device(device: torch.device | str) -> torch.device:
     """The device with its number. Raises ValueError for any but the CPU and CUDA devices that torch sees."""
     try:
@@ -150,7 +155,7 @@ def _device(device: torch.device | str) -> torch.device:
         found = None
     if found is not None and found.type == "cpu":
         return torch.device("cpu")  # tensors there have no number
-    if found is None or found.type != "cuda" or (found.index or 0) >= torch.cuda.device_count():
+    if found is None or found.type != "cuda" or (found.index or 0) >= _cuda_devices():
         raise ValueError(f"device: wanted the CPU or a CUDA device that torch sees, got {device}")
     return torch.device("cuda", torch.cuda.current_device() if found.index is None else found.index)
 

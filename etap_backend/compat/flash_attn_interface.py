@@ -293,8 +293,12 @@ def _token_by_token(layer: _Layer, q, qv, ends: Tensor, table: Tensor, lengths: 
 
 
 def _narrow(table: Tensor, cache: Tensor, longest_context: int | None) -> Tensor:
-    """Columns for the longest context; all of them in a CUDA graph, whose replays may bring longer ones."""
-    if not isinstance(longest_context, int) or table.is_cuda and torch.cuda.is_current_stream_capturing():
+    """Columns for the longest context; all of them in a CUDA graph, whose replays may bring longer ones.
+
+    A function that torch.compile has traced may be captured later.
+    """
+    capturing = is_compiling() or table.is_cuda and torch.cuda.is_current_stream_capturing()
+    if capturing or not isinstance(longest_context, int):
         return table
     return table[:, : max(1, -(-longest_context // max(1, cache.shape[1])))]
 

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from etap_backend._operator import check_tensor, type_name
 from etap_backend.compat import check_out, named, plan, renamed, whole_rows
@@ -222,8 +223,9 @@ def flash_mla_with_kvcache(
     """Decode attention over a paged cache: dense with a block table, sparse with lists of rows (`indices`).
 
     May be captured in a CUDA graph, including the first call of a plan: each replay then plans again, and calls outside
-    this capture make their own plan. A graph reads an earlier plan in place. With other lengths than the planned ones
-    results are as right, but the work is divided for the planned lengths.
+    this capture make their own plan. A graph reads an earlier plan in place. Traced by torch.compile, each call makes
+    its own plan where there is no earlier one. With other lengths than the planned ones results are as right, but the
+    work is divided for the planned lengths.
 
     Each KV head is a launch, which reads its rows of the cache in place.
 
@@ -446,13 +448,13 @@ def _check_metadata(metadata: object, num_splits: object, config: FlashMLASchedM
         wanted = "a tensor beside a tensor" if by_hand else "None beside a FlashMLASchedMeta"
         raise TypeError(f"num_splits: wanted {wanted}, got {type_name(num_splits)}")
     if not by_hand and metadata.have_initialized:
-        if metadata.config != config:
-            pairs = (
-                (each.name, getattr(metadata.config, each.name), getattr(config, each.name)) for each in fields(config)
-            )
-            name, before, now = next(pair for pair in pairs if pair[1] != pair[2])
-            raise ValueError(f"tile_scheduler_metadata: wanted a plan for {name} {now}, got one for {before}")
-        return
+        if metadata.config == config:  # torch 2.14 does not trace != of symbolic sizes
+            return
+        pairs = (
+            (each.name, getattr(metadata.config, each.name), getattr(config, each.name)) for each in fields(config)
+        )
+        name, before, now = next(pair for pair in pairs if pair[1] != pair[2])
+        raise ValueError(f"tile_scheduler_metadata: wanted a plan for {name} {now}, got one for {before}")
     splits = by_hand or metadata.tile_scheduler_metadata is not None
     if config.enable_batch_invariant and config.topk is None and splits:
         wanted = "False with a plan of get_mla_decoding_metadata, which splits requests"
@@ -509,16 +511,20 @@ def _plan_of(metadata: FlashMLASchedMeta, device: torch.device) -> tuple[Any, An
     """Work ranges, offsets, workspace and row tile of earlier calls; all None where this call has to plan.
 
     A plan recorded by another capture exists in that graph's replays only: its buffers may hold anything here.
+    A function that torch.compile has traced may run in any capture.
     """
-    if metadata.capture is not None and metadata.capture != capture_id(device):
+    if metadata.capture is not None and (is_compiling() or metadata.capture != capture_id(device)):
         return None, None, None, None
     return metadata.tile_scheduler_metadata, metadata.num_splits, metadata.workspace, metadata.row_tile
 
 
 def _store(metadata: FlashMLASchedMeta, config: FlashMLASchedMeta.Config, planned: BuiltSchedule | None) -> None:
-    """Store the plan of a call that succeeded for those that follow."""
+    """Store the plan of a call that succeeded for those that follow.
+
+    A call that torch.compile traces keeps its plan to itself: which captures will record it is not known.
+    """
     metadata.have_initialized, metadata.config = True, config
-    if planned:
+    if planned and not is_compiling():
         if planned.work_ranges is not metadata.tile_scheduler_metadata:
             metadata.capture = capture_id(planned.work_ranges.device)
         metadata.tile_scheduler_metadata, metadata.num_splits = planned.work_ranges, planned.split_offsets

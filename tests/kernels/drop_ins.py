@@ -5,11 +5,18 @@ Cache rows of no request are NaN, unused block-table entries name no page, queri
 
 from __future__ import annotations
 
+import contextlib
 import re
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from etap_backend.schedule import sms_of
 
 both_devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 FP8 = torch.float8_e4m3fn
@@ -118,3 +125,32 @@ def check_traced(call) -> None:
         torch.compiler.reset()
         got = torch.compile(call, backend="aot_eager", fullgraph=True, dynamic=dynamic)()
         assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
+
+
+@contextlib.contextmanager
+def traced_gpu() -> Iterator[Callable[[dict[str, Any]], dict[str, Any]]]:
+    """A GPU for `check_traces`, which need not be there; yields what moves a call's arguments to it.
+
+    Where there is none, its answers are given below the functions that torch.compile must not meet.
+    """
+    with pytest.MonkeyPatch.context() as patch, FakeTensorMode():
+        if not torch.cuda.is_available():
+            properties = SimpleNamespace(multi_processor_count=132)
+            patch.setattr(torch.cuda, "_cached_device_count", 1)
+            patch.setattr(torch.cuda, "_lazy_init", lambda: None)
+            patch.setattr(torch.cuda, "_get_device_properties", lambda index: properties, raising=False)
+        yield lambda call: {name: _on_gpu(value) for name, value in call.items()}
+    sms_of.cache_clear()
+
+
+def _on_gpu(value: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cuda:0")
+
+
+def check_traces(call) -> None:
+    """torch.compile makes one graph of the call on a `traced_gpu`, for its sizes and for any."""
+    for dynamic in None, True:
+        torch.compiler.reset()
+        torch.compile(call, backend="aot_eager", fullgraph=True, dynamic=dynamic)()

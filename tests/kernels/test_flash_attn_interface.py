@@ -6,7 +6,18 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from drop_ins import KINDS, SOFTMAX_SCALE, Drawn, both_devices, check, check_traced, draw, refused
+from drop_ins import (
+    KINDS,
+    SOFTMAX_SCALE,
+    Drawn,
+    both_devices,
+    check,
+    check_traced,
+    check_traces,
+    draw,
+    refused,
+    traced_gpu,
+)
 
 from etap_backend.compat import flash_attn_interface as fa3
 
@@ -381,3 +392,13 @@ def test_torch_compile_leaves_no_graph_break_and_the_same_bits(device, counts):
     check_traced(lambda: problem.run(causal=True, scheduler_metadata=metadata))
     if not isinstance(counts, int):
         check_traced(lambda: problem.run_varlen(causal=True))
+
+
+@pytest.mark.parametrize("counts", [1, (1, 1, 2, 1, 1, 40)])
+def test_torch_compile_traces_calls_on_a_gpu(counts):
+    problem = make(counts=counts)
+    run = problem.run if isinstance(counts, int) else problem.run_varlen
+    with traced_gpu() as moved:
+        problem.call = moved(problem.call)
+        check_traces(lambda: run(causal=True))
+        check_traces(lambda: problem.metadata(max(problem.drawn.counts)))

@@ -11,7 +11,19 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from drop_ins import FP8, KINDS, KV_SCALE, Q_SCALE, Drawn, both_devices, check_traced, draw, refused
+from drop_ins import (
+    FP8,
+    KINDS,
+    KV_SCALE,
+    Q_SCALE,
+    Drawn,
+    both_devices,
+    check_traced,
+    check_traces,
+    draw,
+    refused,
+    traced_gpu,
+)
 from drop_ins import check as check_drawn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -650,6 +662,9 @@ def test_torch_compile_leaves_no_graph_break_and_the_same_bits(device, h_q, h_k,
     ranges, splits = flash_mla.get_mla_decoding_metadata(problem.call["cache_seqlens"], 2 * h_q // h_k, h_k)
     check_traced(lambda: problem.run(causal=True))
     check_traced(lambda: problem.run(causal=True, tile_scheduler_metadata=ranges, num_splits=splits))
+    filled = META()
+    problem.run(causal=True, tile_scheduler_metadata=filled)
+    check_traced(lambda: problem.run(causal=True, tile_scheduler_metadata=filled))
     lists = torch.arange(2 * 2 * 64, dtype=torch.int32, device=device).view(2, 2, 64)
     cache = torch.zeros(4, 64, 1, 576, dtype=torch.bfloat16, device=device)
     q = torch.ones(2, 2, h_q, 576, dtype=torch.bfloat16, device=device)
@@ -658,3 +673,12 @@ def test_torch_compile_leaves_no_graph_break_and_the_same_bits(device, h_q, h_k,
             q, cache, None, None, 512, flash_mla.get_mla_metadata()[0], indices=lists
         )
     )
+
+
+def test_torch_compile_traces_calls_on_a_gpu():
+    """Whether a capture records the traced call is not known there, so no other call may read its plan."""
+    problem, metadata = dense((700, 65), 16, 1, 2), META()
+    with traced_gpu() as moved:
+        problem.call = moved(problem.call)
+        check_traces(lambda: problem.run(causal=True, tile_scheduler_metadata=metadata))
+    assert metadata.have_initialized and metadata.tile_scheduler_metadata is None

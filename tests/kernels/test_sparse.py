@@ -225,19 +225,24 @@ def test_more_clusters_than_a_gpu_has_room_for(device, cache):
 @pytest.mark.gpu
 @every_cache
 def test_a_green_context_has_room_for_fewer_clusters(cache):
-    """Of 16 multiprocessors, behind a call on all of them that clusters served: its splits are combined."""
+    """8 clusters of 8 CTAs fit on any card, whose groups of SMs differ; of 16 SMs a second kernel combines splits."""
+    problem = build(SparseCase(8, 16, 2048, cache, num_sms=64, seed=24), "cuda")
+    runner, wanted = SparseRunner(problem), truth(problem)
 
-    def combining() -> list[str]:
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-            verify(SparseCase(16, 16, 2048, cache, num_sms=132, seed=24), "cuda")
-            torch.cuda.synchronize()
+    def kernels(stream: torch.cuda.Stream) -> list[str]:
+        torch.cuda.synchronize()
+        activities = [torch.profiler.ProfilerActivity.CUDA]
+        with torch.profiler.profile(activities=activities) as profile, torch.cuda.stream(stream):
+            out, lse = runner.run()
+            stream.synchronize()
+        check(out, lse, problem, wanted)
         names = [event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
-        return [name for name in names if "combine_kernel" in name]
+        return [name for name in names if "etap" in name]
 
-    assert not combining()
-    with torch.cuda.stream(torch.cuda.green_contexts.GreenContext(num_sms=16, device_id=0).Stream()):
-        assert combining()
-    assert not combining()
+    whole, few = torch.cuda.current_stream(), torch.cuda.green_contexts.GreenContext.create(num_sms=16, device_id=0)
+    assert len(kernels(whole)) == 1
+    assert len(kernels(few.Stream())) == 2
+    assert len(kernels(whole)) == 1
 
 
 @on_devices({"seed": range(200)}, cpu={"seed": range(16)})

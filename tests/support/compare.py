@@ -22,9 +22,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from etap_backend import DecodeSchedule, reference
+from etap_backend import reference
 from etap_backend.cpu import dense as cpu_dense
-from support.cases import FP8, SOFTMAX_SCALE, Problem, decode
+from support.cases import FP8, SOFTMAX_SCALE, Problem, Runner
 
 FACTOR = 2.0
 # FlashMLA's bound for bf16; the difference goes with the square of the error, and fp16 has 3 more bits.
@@ -219,10 +219,8 @@ def largest_error(error: torch.Tensor, limit: torch.Tensor, name: str) -> Measur
 def executed(problem: Problem) -> torch.Tensor:
     """The CPU executor's output of a problem on any device, split for the case's number of SMs or an H200's."""
     tensors = {name: value.cpu() for name, value in vars(problem).items() if isinstance(value, torch.Tensor)}
-    case, here = problem.case, replace(problem, **tensors)
-    batch = len(case.lengths)
-    schedule = DecodeSchedule(batch, case.heads, device="cpu", **case.planned | {"num_sms": case.num_sms or 132})
-    out, _ = decode(here, schedule.build(here.seq_lens, case.s_q), out_dtype=case.out_dtype)
+    case = replace(problem.case, num_sms=problem.case.num_sms or 132)
+    out, _ = Runner(replace(problem, case=case, **tensors)).run()
     return out.to(problem.q.device)
 
 

@@ -10,6 +10,7 @@ from support.cases import SOFTMAX_SCALE, Case, Runner, build
 from support.compare import (
     FP8_MATH_COSINE_ALIKE,
     cosine_difference,
+    executed,
     half_ulp,
     measures,
     problems_with,
@@ -140,3 +141,12 @@ def test_fp8_math_of_many_keys_alike_may_err_as_the_executor_does_and_not_more()
     # One of 32 splits lost.
     without, _ = result_of(problem, lambda scores: scores[:, 1250:2500].fill_(-torch.inf))
     assert any("cosine" in line for line in problems_with(without, lse, problem, wanted))
+
+
+def test_the_executor_plans_as_the_call_did():
+    """A call that shared prefixes rounds otherwise than one that did not."""
+    case = Case((600, 700), heads=8, num_sms=8, prefixes=((2, 512),), fp8_math=True, **FP8_CACHE)
+    problem = build(case, "cpu")
+    out, _ = Runner(problem).run()
+    assert torch.equal(executed(problem), out)
+    assert not torch.equal(executed(replace(problem, case=replace(case, prefixes=()))), out)
