@@ -118,14 +118,15 @@ CUTE_DEVICE void produce(Shared<T>& shared, const DecodeParams& params, const Ca
 }
 
 // Sets up those barriers that are this warp's. Short rings go to the last warps, whose share of the key stages is the smallest.
+// gathered: TMA does not bring the cache.
 template <class T, bool kWholeTiles>
-CUTE_DEVICE void init_barriers(Shared<T>& shared, bool query_maps_usable, int warp) {
+CUTE_DEVICE void init_barriers(Shared<T>& shared, bool gathered, bool query_maps_usable, int warp) {
   static_assert(kSetupWarps == kDecodeThreads / kWarpSize);
   const int from_last = kSetupWarps - 1 - warp;
   // kKeyArrivals fill a stage of keys, and as many signals say that a tile is ready; query_arrivals fill the queries.
   constexpr int kKeyArrivals = T::kSparse || !kWholeTiles ? T::kGatherWarps : 1;
   const int query_arrivals = query_maps_usable || T::kFp8Cache ? 1 : kQueryWarps<kWholeTiles> * kWarpSize;
-  shared.keys.init(warp, kKeyArrivals * (T::kSparse ? kReleasingLanes : 1), T::kStageReleases);
+  shared.keys.init(warp, kKeyArrivals * (gathered ? kReleasingLanes : 1), T::kStageReleases);
   shared.queries.init(from_last, query_arrivals, kConsumerWarps);
   if constexpr (!T::kSparse) shared.lengths.init(from_last);
   if constexpr (T::kAlternatingTiles) shared.init_tile_ready(warp, kKeyArrivals);
@@ -157,8 +158,8 @@ __global__ void __maxnreg__((registers<T, kWholeTiles>().launch))
   if constexpr (kStacks<T>) {
     if (params.members != nullptr && is_without_stacks(params)) return;
   }
+  const bool gathered = T::kSparse || (!kWholeTiles && params.key_load == KeyLoad::kRows);  // no TMA for the cache
   if (threadIdx.x < kWarpSize) {
-    const bool gathered = T::kSparse || (!kWholeTiles && params.key_load == KeyLoad::kRows);  // no TMA for the cache
     if (!T::kSparse && !gathered && threadIdx.x < sizeof(cache) / sizeof(CUtensorMap)) {
       cute::prefetch_tma_descriptor(reinterpret_cast<const CUtensorMap*>(&cache) + threadIdx.x);
     }
@@ -168,7 +169,7 @@ __global__ void __maxnreg__((registers<T, kWholeTiles>().launch))
     }
   }
   const int warp = cutlass::canonical_warp_idx_sync();
-  if (threadIdx.x % kWarpSize == 0) init_barriers<T, kWholeTiles>(shared, query_maps.usable, warp);
+  if (threadIdx.x % kWarpSize == 0) init_barriers<T, kWholeTiles>(shared, gathered, query_maps.usable, warp);
   ETAP_MARKED(launch_sync, __syncthreads());
   // With lists each role waits for the predecessor by itself, when it has worked out where it begins.
   if (!T::kSparse && (!kWholeTiles || !params.early_loads)) ETAP_MARKED(launch_wait, pdl_wait_then_trigger());

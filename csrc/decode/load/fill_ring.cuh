@@ -7,9 +7,9 @@
 
 namespace etap {
 
-// One lane of a warp commits for all; in debug builds of lists each does for itself, as with releases().
-template <class T>
-CUTE_DEVICE bool commits() { return threadIdx.x % kWarpSize < (T::kSparse ? kReleasingLanes : 1); }
+// One lane of a warp commits for all. In debug builds each commits for itself what the lanes have gathered, as with releases().
+template <bool kGathers>
+CUTE_DEVICE bool commits() { return threadIdx.x % kWarpSize < (kGathers ? kReleasingLanes : 1); }
 
 // Tells consumers that take tiles in turn that their next tile has been begun, and that stages are theirs to merge through: see
 // consumers/split_loop.cuh. One lane of each producer warp signals.
@@ -30,7 +30,7 @@ class TileReady {
   // Lends the consumers stages behind the split's last tile, unless it was a single one, which leaves nothing to merge. Nobody
   // waits for a lent stage to be full. So the signal says that all warps have passed them: one that has not would count in the
   // stages' next round.
-  template <class Acquire>
+  template <bool kGathers, class Acquire>
   CUTE_DEVICE void end_split(KeyPosition<T>& at, int tiles, bool single, Acquire&& acquire) {
     if constexpr (T::kAlternatingTiles) {
       even_ += (tiles + 1) / kConsumerGroups;
@@ -39,7 +39,7 @@ class TileReady {
         if (single) return;
         for (int stage = 0; stage < kConsumerGroups * T::kMergeStages; ++stage, at.advance(1)) {
           acquire(at);
-          if (commits<T>()) ETAP_MARKED(lent_commit, shared_.keys.commit(at));
+          if (commits<kGathers>()) ETAP_MARKED(lent_commit, shared_.keys.commit(at));
         }
         if (threadIdx.x % kWarpSize == 0) {
           shared_.tile_ready[0].signal(even_);
@@ -82,6 +82,7 @@ CUTE_DEVICE void await_release(Shared<T>& shared, KeyPosition<T> at) {
 
 // A source has
 //   kAhead           tiles that next_tile() passes before the first one, to read ahead
+//   kGathers         whether the lanes of its warps copy rows, and not TMA: see commits()
 //   next_tile(i)     goes to the next tile, the i-th of its split; false behind the last one
 //   single(), last() whether the tile is its split's only one, which both consumers share, or its last one
 //   fill_tile(at, i, begun)  fills the tile's stages from `at` on, goes behind them, and calls begun() with one lane behind the first
@@ -95,7 +96,8 @@ CUTE_DEVICE void fill_ring(Shared<T>& shared, Source&& source) {
     if (i < 0) continue;
     const bool single = T::kHalvesSingleTiles && source.single();
     source.fill_tile(at, i, [&] { ready.signal_tile(i, single); });
-    if (source.last()) ready.end_split(at, i + 1, single, [&](KeyPosition<T> lent) { source.acquire_lent(lent); });
+    const auto acquire_lent = [&](KeyPosition<T> lent) { source.acquire_lent(lent); };
+    if (source.last()) ready.template end_split<Source::kGathers>(at, i + 1, single, acquire_lent);
   }
   source.finish();
   await_release<T>(shared, at);
@@ -107,6 +109,7 @@ template <class T, class Pages>
 class DenseTiles {
  public:
   static constexpr int kAhead = 0;
+  static constexpr bool kGathers = false;
 
   CUTE_DEVICE bool single() const { return split_.tiles() == 1; }
   CUTE_DEVICE bool last() const { return tile_ + 1 == split_.end_tile; }

@@ -160,6 +160,7 @@ template <class T, int kLists>
 class ListedRows {
  public:
   static constexpr int kAhead = RowStream<kLists>::kAhead;
+  static constexpr bool kGathers = true;
 
   CUTE_DEVICE ListedRows(Shared<T>& shared, const DecodeParams& params, int partition, int warp)
       : shared_(shared),
@@ -198,7 +199,7 @@ class ListedRows {
         ETAP_MARKED(rows_arrival, cutlass::arch::cpasync_barrier_arrive(shared_.keys.full_barrier(at.ahead(s))));
       }
       __syncwarp();
-      if (commits<T>()) {
+      if (commits<kGathers>()) {
         CUTE_UNROLL
         for (int s = 0; s < kRunStages; ++s) ETAP_MARKED(rows_commit, shared_.keys.commit(at.ahead(s)));
         if (kBegin == 0 && threadIdx.x % kWarpSize == 0) begun();

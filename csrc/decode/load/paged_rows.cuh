@@ -178,7 +178,7 @@ class Landing {
     ETAP_MARKED(rows_fence, cutlass::arch::fence_view_async_shared());
     __syncwarp();
     for (; count_ > kOutstanding; --count_, stages_ >>= kStageBits) {
-      if (threadIdx.x % kWarpSize == 0) shared.keys.full[stages_ & ((1 << kStageBits) - 1)].arrive();
+      if (commits<true>()) shared.keys.full[stages_ & ((1 << kStageBits) - 1)].arrive();
     }
   }
 
@@ -197,6 +197,8 @@ class CacheRows : public DenseTiles<T, PagedRows<T::kGatherWarps>> {
   using Tiles::shared_, Tiles::params_, Tiles::pages_, Tiles::split_, Tiles::tile_, Tiles::tiles_begun_;
 
  public:
+  static constexpr bool kGathers = true;
+
   CUTE_DEVICE CacheRows(Shared<T>& shared, const DecodeParams& params, int partition, int warp)
       : Tiles(shared, params, partition, {params, warp}), warp_(warp) {}
 
@@ -219,7 +221,7 @@ class CacheRows : public DenseTiles<T, PagedRows<T::kGatherWarps>> {
       if constexpr (T::kFp8Cache) {
         ETAP_MARKED(rows_arrival, cutlass::arch::cpasync_barrier_arrive(shared_.keys.full_barrier(at)));
         __syncwarp();
-        if (elected) ETAP_MARKED(rows_commit, shared_.keys.commit(at));
+        if (commits<kGathers>()) ETAP_MARKED(rows_commit, shared_.keys.commit(at));
       } else {
         landing_.begin(at.stage);
         if (landing_.full()) landing_.template land<Landing<T>::kMost - 1>(shared_);
