@@ -8,6 +8,7 @@ a folder without weights gets those of bench.models.seeded. One server per backe
 
 - together: concurrent requests of mixed length; again: the same ones over the prefix cache; few: a few at a time;
 - turns: 0 to 300 new tokens behind a cached prefix, one request at a time, so that each step is the turn's own;
+- common: concurrent requests behind one beginning, of dense models (in sparse ones rounding changes what is chosen);
 - control: long requests behind another beginning;
 - known: the prompts that bench.models.train wrote beside its model, whose right answers are known.
 
@@ -83,6 +84,7 @@ class Questions:
     variant: Variant
     count: int
     known: dict[str, list[dict]]
+    dense: bool
     stages: dict[str, list[Answer]] = field(default_factory=dict)
 
     @property
@@ -106,9 +108,10 @@ class Questions:
         self.stages["few"] = self._answers(requests, self.replies(requests, FEW, "few"))
         self._control(requests, forces)
         self.stages["turns"] = self._answers(turns, self.replies(turns, 1, "turns"))
-        common = make_common(forces)
-        self.replies(common[:1], 1, "common")  # so that all others find the beginning
-        self.stages["common"] = self._answers(common, self.replies(common, len(common), "common"))
+        if self.dense:
+            common = make_common(forces)
+            self.replies(common[:1], 1, "common")  # so that all others find the beginning
+            self.stages["common"] = self._answers(common, self.replies(common, len(common), "common"))
         for kind, entries in self.known.items():
             asked = [Request(entry["prompt"], len(entry["answer"])) for entry in entries]
             self.stages[kind] = self._answers(asked, self.replies(asked, KNOWN_MANY, "known"))
@@ -207,7 +210,7 @@ def judged(records: Records, reference: str, known: dict[str, list[dict]]) -> tu
 
 
 def compared(record: dict[str, list[Answer]], reference: dict[str, list[Answer]], kinds: list[str]) -> dict:
-    pairs = STAGES | {kind: kind for kind in kinds}
+    pairs = {stage: other for stage, other in STAGES.items() if stage in record} | {kind: kind for kind in kinds}
     return {stage: agreement(record[stage], reference[other]) for stage, other in pairs.items()}
 
 
@@ -254,6 +257,7 @@ class Run:
     folder: Path  # for logs
     requests: int
     known: dict[str, list[dict]]
+    dense: bool
     about: dict[str, dict] = field(default_factory=dict)  # servers
 
     def serve(self, backend: str, mode: str) -> dict[str, list[Answer]]:
@@ -269,7 +273,7 @@ class Run:
             plugins(["seeded"] if serving.weights == "seeded" else []) as more,
             served(self.engine, serving, variant, flags, log=log, environment=environment | more) as server,
         ):
-            stages = Questions(server, mode, variant, self.requests, self.known).ask()
+            stages = Questions(server, mode, variant, self.requests, self.known, self.dense).ask()
             self.about[f"{backend} {mode}"] = server.about | {"counters": server.counters()}
             return stages
 
@@ -326,7 +330,8 @@ def main(
     about = provenance("python -m bench answers", note)
     most, weights = max(requests, KNOWN_MANY if known else 0), "seeded" if seeded else "auto"
     serving = Serving(model, weights, max_requests=most, max_context=None if known else CONTEXT)
-    run = Run(of, serving, serve_flags or [], output.with_suffix(""), requests, known)
+    dense = not (is_v4(config) or is_sparse(config))
+    run = Run(of, serving, serve_flags or [], output.with_suffix(""), requests, known, dense)
     with stopping():
         records, failures = run.all(names, modes.split(","), parallel)
     found, against = judged(records, names[0], known)
