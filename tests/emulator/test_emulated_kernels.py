@@ -77,9 +77,10 @@ def every_decode_kernel(kind: str, rows: int, page_size: int, s_q: int = 1, num_
     return Case(FEW_LENGTHS, heads=rows // s_q, s_q=s_q, num_sms=num_sms, page_size=page_size, **KINDS[kind])
 
 
-COMBINES = [  # a combine kernel each: requests of many splits, of two, of four at a time; few requests
+COMBINES = [  # a combine kernel each: requests of many splits, one, two and four at a time; few requests
     *[(1, 8, "fp8", 9), (3, 16, "bf16", 9), (8, 16, "bf16", 9)],
-    *[(1, 64, "bf16", 9), (8, 64, "bf16", 9), (1, 64, "fp8_math", 9), (8, 64, "fp8_math", 9)],
+    *[(1, 64, "bf16", 9), (1, 64, "bf16", 8), (2, 64, "bf16", 9), (8, 64, "bf16", 9)],
+    *[(1, 64, "fp8_math", 9), (1, 64, "fp8_math", 8), (2, 64, "fp8_math", 9), (8, 64, "fp8_math", 9)],
     *[(1, 8, "bf16", 132), (1, 64, "fp8", 132), (1, 64, "fp8_math", 132), (1, 64, "bf16", 132)],
 ]
 

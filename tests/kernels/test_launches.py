@@ -90,8 +90,9 @@ def test_one_request_is_combined_by_blocks_of_few_tasks(heads, form):
 )
 def test_a_block_a_multiprocessor_combines_where_decode_leaves_it_room(kind, room, heads):
     _, combine = launches(Case((70,) * 64, heads, num_sms=132, **kind))
-    blocks = combine[1] * combine[2]
-    assert "many_launch" in combine[0] and (blocks <= 132) == (room and heads <= 16)
+    blocks, divides = combine[1] * combine[2], "kTasks = 8" in combine[0]
+    assert divides or "many_launch" in combine[0]
+    assert (blocks <= 132) == (room and heads <= 16) and (blocks == 4 * 64 and not room or not divides)
 
 
 def test_a_batch_invariant_step_of_few_requests_has_the_gpus_tensor_cores():
@@ -112,7 +113,9 @@ def test_a_batch_invariant_step_of_few_requests_has_the_gpus_tensor_cores():
     assert grids[0][0] * grids[0][1] < grids[1][0] * grids[1][1]
 
 
-@pytest.mark.parametrize("batch, form", [(1, "kTasks = 2"), (4, "kEntries = 1"), (64, "kEntries = 4")])
+@pytest.mark.parametrize(
+    "batch, form", [(1, "kTasks = 2"), (4, "kTasks = 8"), (16, "kEntries = 1"), (64, "kEntries = 4")]
+)
 def test_half_partials_are_of_64_rows_of_fp8_products(batch, form):
     case = Case((70,) * batch, 64, num_sms=132, kv_dtype="fp8")
     half, whole = (launches(replace(case, fp8_math=fp8_math))[1][0] for fp8_math in (True, False))
@@ -129,8 +132,8 @@ def test_one_partition_needs_no_combine_kernel_and_no_request_no_decode_kernel()
     [
         (1, 16, "fp8", ((64, 1), 1, 1), ((64, 1), 1, 1)),
         (4, 16, "fp8", ((64, 4), 1, 1), ((32, 4), 2, 1)),
-        (16, 16, "fp8", ((8, 16), 8, 1), ((8, 16), 8, 1)),
-        (32, 16, "fp8", ((8, 32), 8, 1), ((8, 16), 8, 2)),
+        (16, 16, "fp8", ((8, 16), 8, 0), ((8, 16), 8, 0)),
+        (32, 16, "fp8", ((8, 32), 8, 0), ((8, 32), 8, 0)),
         (64, 16, "fp8", ((8, 33), 8, 2), ((8, 16), 8, 4)),
         (128, 16, "fp8", ((8, 33), 8, 4), ((8, 16), 8, 4)),
         (16, 64, "same", ((32, 8), 8, 1), ((32, 8), 8, 1)),
@@ -144,11 +147,11 @@ def test_one_partition_needs_no_combine_kernel_and_no_request_no_decode_kernel()
     ],
 )
 def test_early_loads_give_the_combine_kernel_few_blocks(batch, heads, kv_dtype, late, early):
-    """Grid, a block's tasks of 8 rows x 16 value dims, and the requests it takes at a time."""
+    """Grid, a block's tasks of 8 rows x 16 value dims, and how many requests it takes at a time; 0: one, divided."""
     for early_loads, (grid, tasks, requests) in ((False, late), (True, early)):
         _, combine = launches(Case((70,) * batch, heads, kv_dtype=kv_dtype, num_sms=132), early_loads=early_loads)
         assert tuple(combine[1:3]) == grid
-        form = "many_launch" if tasks == 8 else "few_launch"
+        form = "many_launch" if tasks == 8 and requests else "few_launch"
         assert form in combine[0]
         assert (f"kTasks = {tasks}" if form == "few_launch" else f"kEntries = {requests}") in combine[0]
 
