@@ -10,6 +10,7 @@ import typer
 
 from bench.common import results
 from bench.common.tables import number, provenance_line, table
+from bench.common.units import in_k
 from bench.kernels import report as kernels
 from bench.servers import table as servers
 
@@ -18,7 +19,7 @@ INTRODUCTION = """# Measurements
 Each part names its GPU, versions, commit and command. Kernels: microseconds per call; a ratio above 1 means that ETAP
 is faster. Servers: a reading at another host speed is void. Answers: differences of log-probabilities in nats; *noise*
 is the reference at another batch size, *control* the reference behind another beginning."""
-SECTIONS = ("Kernels", "Servers", "Answers", "Soaks", "Other checks", "Without a table")
+SECTIONS = ("Kernels", "Top-k", "Servers", "Answers", "Soaks", "Other checks", "Without a table")
 ANSWERS = [
     "compared with the reference",
     "requests",
@@ -47,6 +48,8 @@ def section_of(document: dict) -> str:
     kind = document.get("kind")
     if kind in kernels.KINDS and "rows" in document:
         return "Kernels"
+    if kind == "top-k":
+        return "Top-k"
     if kind in ("serve", "e2e") and "rows" in document:
         return "Servers"
     if "agreement" in document:
@@ -54,6 +57,18 @@ def section_of(document: dict) -> str:
     if "settings" in document and "server" in document:
         return "Soaks"
     return "Other checks" if "what" in document else "Without a table"
+
+
+def top_k(name: str, document: dict) -> str:
+    """A line per case: the logits' time, and what each selection adds to it."""
+    rows = document["rows"]
+    titles = list(dict.fromkeys(title for row in rows for title in row["results"]))
+    lines = [["rows x logits", "k", *titles]]
+    for row in rows:
+        times = [number(row["results"].get(title, {}).get("us"), 2) for title in titles]
+        lines.append([f"{row['rows']} x {in_k(row['length'])}", str(row["k"]), *times])
+    about = f"{document['gpu']}; microseconds of a selection behind the logits, less those of the logits alone"
+    return f"### {name}: {about}\n\n{table(lines)}\n\n- {provenance_line(document)}"
 
 
 def answers(name: str, document: dict) -> str:
@@ -101,6 +116,8 @@ def body(section: str, documents: list[tuple[str, dict]], page: bool) -> str:
     if section == "Kernels":
         parts = [kernels.summary(documents)] if page else []
         return "\n\n".join([*parts, *(kernels.text(name, one, page) for name, one in documents)])
+    if section == "Top-k":
+        return "\n\n".join(top_k(name, one) for name, one in documents)
     if section == "Servers":
         return "\n\n".join(servers.text(name, one) for name, one in documents)
     if section == "Answers":

@@ -138,7 +138,7 @@ def inputs_of(workload: Workload, num_sms: int | None) -> Inputs:
     own = shuffled[common:].view(batch, -1)
     table = torch.cat([shuffled[:common].expand(batch, -1), own], dim=1)
     spread = torch.linspace(1 - 1 / batch, 1 / batch - 1, batch) * (workload.longest - workload.length)
-    seq_lens = (workload.length + spread).to(torch.int32).to(DEVICE)
+    seq_lens = (workload.length + spread).round().to(torch.int32).to(DEVICE)
     return replace(given, block_table=table.to(DEVICE), seq_lens=seq_lens)
 
 

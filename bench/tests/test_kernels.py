@@ -145,7 +145,8 @@ def test_etap_is_right_on_its_own_copy_and_wrong_on_another(kind, on_cpu, librar
 def test_shared_prefixes_have_columns_of_their_own(kv_dtype, on_cpu, library):
     row = row_of(Workload("dense", 5, 1100, 8, kv_dtype=kv_dtype, common=1024))
     table = row.inputs.block_table
-    assert (table[:, :16] == table[:1, :16]).all() and table.unique().numel() == 16 + 5 * 2
+    assert (table[:, :16] == table[:1, :16]).all() and table.unique().numel() == 16 + 5 * 3
+    assert row.inputs.seq_lens.float().mean() == 1100 and row.inputs.seq_lens.unique().numel() == 5
     of = providers.with_shared_prefixes(providers.own())[row.workload.kind]
     found = {name: row.judged(name, of[name], one) for name, one in row.record_all(of).items()}
     assert [name for name in found if "shared" in name] == [SHARED, SHARED_MATH][: 1 + (kv_dtype == "fp8")]
