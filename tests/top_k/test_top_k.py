@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Sequence
 
 import pytest
@@ -193,3 +195,16 @@ def test_an_output_in_the_logits_memory_is_refused(device):
     logits = torch.zeros(4, 1024, device=device)
     with pytest.raises(ValueError, match="^out: wanted memory of its own"):
         sparse_top_k(logits, ints(device, [1024] * 4), 1024, out=logits.view(torch.int32))
+
+
+@pytest.mark.gpu
+def test_the_first_launch_of_a_process_may_want_the_least_shared_memory():
+    """Rows that many CTAs share have short lists; the kernel is granted shared memory once."""
+    script = """if True:
+        import torch
+        from etap_backend import sparse_top_k
+        for rows in (1, 16, 64, 200):
+            lengths = torch.full((rows,), 40000, dtype=torch.int32, device="cuda")
+            found = sparse_top_k(torch.randn(rows, 40000, device="cuda"), lengths, 2048)
+            assert (found >= 0).all()"""
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=300)
