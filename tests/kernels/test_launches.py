@@ -90,9 +90,8 @@ def test_one_request_is_combined_by_blocks_of_few_tasks(heads, form):
 )
 def test_a_block_a_multiprocessor_combines_where_decode_leaves_it_room(kind, room, heads):
     _, combine = launches(Case((70,) * 64, heads, num_sms=132, **kind))
-    blocks, divides = combine[1] * combine[2], "kTasks = 8" in combine[0]
-    assert divides or "many_launch" in combine[0]
-    assert (blocks <= 132) == (room and heads <= 16) and (blocks == 4 * 64 and not room or not divides)
+    form = "many_launch" if room or heads > 8 else "kTasks = 8"  # of 8 rows all blocks fit at once
+    assert form in combine[0] and (combine[1] * combine[2] <= 132) == (room and heads <= 16)
 
 
 def test_a_batch_invariant_step_of_few_requests_has_the_gpus_tensor_cores():
