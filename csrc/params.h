@@ -16,8 +16,8 @@ constexpr int kMostTokens = INT32_MAX - 127;  // of a request: the ends of the t
 constexpr int kMinRowTile = 8;    // query rows (tokens x heads) that one CTA computes: 8, 16, 32 or 64
 constexpr int kMaxRowTile = 64;
 
-// The tiles one partition decodes: [begin, end) in (request, tile) order.
-struct WorkRange {
+// The tiles one partition decodes: [begin, end) in (request, tile) order. Kernels load the halves, 16 bytes each.
+struct alignas(16) WorkRange {
   int32_t begin_request;
   int32_t begin_tile;
   int32_t end_request;
@@ -166,9 +166,9 @@ struct DecodeParams : ResultParams {
   int64_t q_rope_stride_head;
   const int32_t* block_table = nullptr;  // [batch, max_pages]
   int64_t block_table_stride = 0;
-  int32_t max_pages = 0;
   const int32_t* seq_lens = nullptr;       // [batch]
   const int32_t* split_offsets = nullptr;  // [batch + 1]
+  const int32_t* first_tiles = nullptr;    // [batch], of a call of own tiles alone: where they begin
   int32_t s_q;
   int32_t heads;
   cutlass::FastDivmod parts_per_page = {};
@@ -177,6 +177,7 @@ struct DecodeParams : ResultParams {
   const float* kv_scale = nullptr;
   const float* q_scale = nullptr;
   QueryType query_type;
+  int32_t max_pages = 0;
   // Dense attention alone.
   PagedCache cache = {};
   KeyLoad key_load = KeyLoad::kTiles;
@@ -186,8 +187,7 @@ struct DecodeParams : ResultParams {
   // Sparse attention alone, where each query token is a request of its own, and no schedule divides the work: there are no
   // work_ranges, split_offsets, seq_lens and block_table.
   SparseParams sparse = {};
-  // Of a call of stacks alone, and first_tiles of what requests have of their own.
-  const int32_t* first_tiles = nullptr;  // [batch], where a request's own tiles begin
+  // Of a call of stacks alone.
   const int32_t* members = nullptr;      // [batch, stack_places], requests of q and block_table, -1: none
   const int32_t* stack_count = nullptr;  // of this step
   int32_t stack_places = 0;              // members that a stack has room for

@@ -159,11 +159,14 @@ void build_shared_schedule(const SharedScheduleCall& call) {
   });
 }
 
-// The decode kernel, and the combination behind it where requests may be split.
+// Whether requests may be in several splits, which the combination sums. Stacks are the merge's.
+bool combines(const DecodeParams& params) { return params.partitions > 1 && params.call_of != CallOf::kStacks; }
+
+// The decode kernel, and the combination behind it.
 void launch_decode(const DecodeCall& call, const DecodeParams& params, int device, cudaStream_t stream) {
   const DecodeKernel& kernel = kernel_of(call, params.row_tile);
   launch(prepare_decode(params, kernel, call.fp8_cache()), params, device, stream);
-  if (params.partitions == 1 || params.call_of == CallOf::kStacks) return;
+  if (!combines(params)) return;
   const void* const arguments[] = {&params};
   launch_overlapping(prepare_combine(params, kernel.leaves_room, call.num_sms), arguments, device, stream);
 }
@@ -224,7 +227,7 @@ Array<Launch> decode_launches(const DecodeCall& call) {
     const DecodeKernel& kernel = kernel_of(call, params.row_tile);
     const DecodeLaunch decode = prepare_decode(params, kernel, call.fp8_cache());
     all.push_back(launch_of(decode.kernel, params, decode));
-    if (params.partitions == 1 || params.call_of == CallOf::kStacks) return;
+    if (!combines(params)) return;
     all.push_back(launch_of<ResultParams>(prepare_combine(params, kernel.leaves_room, call.num_sms), params, {}));
   };
   if (!call.shared.has_value()) {

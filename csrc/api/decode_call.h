@@ -164,6 +164,7 @@ inline void check_schedule(const DecodeCall& call) {
   check_at_least("num_sms", call.num_sms, 1);
   check_row_tile(call.row_tile);
   check_at_least("work_ranges' size", call.work_ranges.size(0), call.partitions);
+  check_aligned("work_ranges", call.work_ranges);
 }
 
 // The buffer [kFields, max_batch] of a plan with shared prefixes, of calls of so many rows, and what its schedules need.
@@ -328,9 +329,8 @@ inline DecodeParams decode_params(const DecodeCall& call) {
   return params;
 }
 
-// The calls of stacks and of what requests have of their own, and the merge of those that have both. The combination of the others comes
-// before it. In the workspace the requests' partial results
-// come first.
+// The calls of stacks and of what requests have of their own, and the merge of those that have both, behind the combination of the
+// others. In the workspace the requests' partial results come first.
 struct SharedDecode {
   DecodeParams stacks;
   DecodeParams own;
@@ -372,8 +372,9 @@ inline SharedDecode shared_decode(const DecodeCall& call) {
     return PartialRuns{of.partial_out, of.partial_lse, of.split_offsets, of.last_slot + 1, of.row_groups * of.row_tile, of.row_tile,
                        of.partials};
   };
-  return {stacks, own, {{runs(stacks), runs(own)}, plan.places(), plan.stack_count(), stack.places, own.batch, own.rows, own.empty_lse, own.float16_out,
-                        own.out, own.lse}};
+  const MergeParams merge{{runs(stacks), runs(own)}, plan.places(),  plan.stack_count(), stack.places, own.batch,
+                          own.rows,                  own.empty_lse, own.float16_out,    own.out,      own.lse};
+  return {stacks, own, merge};
 }
 
 }  // namespace etap

@@ -155,9 +155,6 @@ __global__ void __maxnreg__((registers<T, kWholeTiles>().launch))
   static_assert(are_traits<T>());
   extern __shared__ __align__(1024) char shared_bytes[];
   auto& shared = *reinterpret_cast<typename T::SharedStorage*>(shared_bytes);
-  if constexpr (kStacks<T>) {
-    if (params.call_of == CallOf::kStacks && is_without_stacks(params)) return;
-  }
   const bool gathered = T::kSparse || (!kWholeTiles && params.key_load == KeyLoad::kRows);  // no TMA for the cache
   if (threadIdx.x < kWarpSize) {
     if (!T::kSparse && !gathered && threadIdx.x < sizeof(cache) / sizeof(CUtensorMap)) {
@@ -170,6 +167,10 @@ __global__ void __maxnreg__((registers<T, kWholeTiles>().launch))
   }
   const int warp = cutlass::canonical_warp_idx_sync();
   if (threadIdx.x % kWarpSize == 0) init_barriers<T, kWholeTiles>(shared, gathered, query_maps.usable, warp);
+  // Here, where warps wait for each other: what they read of the parameters for it comes while one reads of others.
+  if constexpr (kStacks<T>) {
+    if (params.call_of == CallOf::kStacks && is_without_stacks(params)) return;
+  }
   ETAP_MARKED(launch_sync, __syncthreads());
   // With lists each role waits for the predecessor by itself, when it has worked out where it begins.
   if (!T::kSparse && (!kWholeTiles || !params.early_loads)) ETAP_MARKED(launch_wait, pdl_wait_then_trigger());

@@ -181,6 +181,7 @@ DENSE_SPOILED = [
     ("row_tile", 2**32 + 8, ValueError, "row_tile"),
     ("work_ranges", torch.zeros(8, 8), TypeError, "work_ranges"),
     ("work_ranges", torch.zeros(8, 7, dtype=torch.int32), ValueError, "work_ranges"),
+    ("work_ranges", torch.zeros(65, dtype=torch.int32)[1:].view(8, 8), ValueError, "work_ranges"),
     ("split_offsets", torch.zeros(4), TypeError, "split_offsets"),
     ("split_offsets", torch.zeros(3, dtype=torch.int32), ValueError, "split_offsets"),
     ("shared", torch.zeros(9, 8, dtype=torch.int32), ValueError, "shared"),

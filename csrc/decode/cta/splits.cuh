@@ -56,12 +56,16 @@ struct LengthQueue {
 class SplitWalk {
  public:
   CUTE_DEVICE SplitWalk(const DecodeParams& params, int partition) : params_(params) {
-    const WorkRange& range = params.work_ranges[partition];
-    request_ = range.begin_request;
-    begin_tile_ = range.begin_tile;
-    begin_split_ = range.begin_split;
-    end_request_ = min(range.end_request, params.batch);
-    end_tile_ = range.end_request < params.batch ? range.end_tile : 0;
+    // All at once: the compiler would put questions between the loads, each of which has a long way.
+    uint4 range, splits;
+    const auto* const words = reinterpret_cast<const char*>(params.work_ranges + partition);
+    ptx::load_if(true, words, range);
+    ptx::load_if(true, words + offsetof(WorkRange, begin_split), splits);
+    request_ = range.x;
+    begin_tile_ = range.y;
+    begin_split_ = splits.x;
+    end_request_ = min(int(range.z), params.batch);
+    end_tile_ = int(range.z) < params.batch ? range.w : 0;
   }
 
   CUTE_DEVICE bool done() const {
