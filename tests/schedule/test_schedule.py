@@ -366,7 +366,8 @@ def test_one_long_request_goes_to_every_partition():
 def test_the_library_groups_rows(rows, groups, tile, fp8_cache):
     """In groups of 64, and one group in the smallest tile that holds it."""
     for batch in 0, 1, 100:
-        assert decode_shape(rows, 132, batch, fp8_cache)[:5] == (tile, groups, tile * 513, tile, tile // 8)
+        split_cost = 4 if tile == 64 and batch and not fp8_cache else tile // 8
+        assert decode_shape(rows, 132, batch, fp8_cache)[:5] == (tile, groups, tile * 513, tile, split_cost)
 
 
 # Batch (0: any), FP8 cache, FP8 math: the rows that go in groups of 16 on few tensor cores, besides rows that leave
