@@ -69,6 +69,8 @@ def write(folder: Path, config: dict) -> Path:
         "tokenizer_config.json": {
             "tokenizer_class": "PreTrainedTokenizerFast",
             **{f"{name}_token": word for name, word in zip(("bos", "eos", "pad"), SPECIAL, strict=True)},
+            # Load generators leave these ids out: bytes that are no text would come back as other, longer text.
+            "additional_special_tokens": [f"<0x{byte:02X}>" for byte in range(BYTES)],
             "model_max_length": text["max_position_embeddings"],
             "clean_up_tokenization_spaces": False,
         },
