@@ -548,7 +548,7 @@ FAULTS = {  # by kernel and mark (see csrc/common/mark.h): what the emulator say
     ("transposed rows", "rows_wait"): "in flight",
     ("transposed rows", "rows_fence"): "inf/NaN elsewhere",
     ("transposed rows", "tile_ready"): "deadlock",
-    ("transposed rows", "lent_commit"): "in flight",
+    ("transposed rows", "lent_commit"): "in flight|deadlock",
     ("transposed parts", "part_bytes"): "deadlock",
     ("transposed parts", "part_arrival"): "deadlock",
     ("transposed parts", "tile_ready"): "deadlock",
