@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from etap_backend._library import library
-from etap_backend.limits import TILE_TOKENS, dtype_name
+from etap_backend.limits import SELECTED, TILE_TOKENS, dtype_name
 
 CHEAP_PAGE_ROWS = 32
 """Most query rows with which pages smaller than a tile cost little."""
@@ -43,7 +43,7 @@ def why_engines_top_k(k: int, modes: dict[str, bool]) -> str | None:
 
     `modes` are those in which the engine has to, by name, and whether they are on.
     """
-    reasons = {f"{TOP_K_VARIABLE}=0": not is_on(TOP_K_VARIABLE), f"index_topk {k}": k not in (512, 1024, 2048)}
+    reasons = {f"{TOP_K_VARIABLE}=0": not is_on(TOP_K_VARIABLE), f"index_topk {k}": k not in SELECTED}
     return next((reason for reason, holds in (reasons | modes).items() if holds), None)
 
 

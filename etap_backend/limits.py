@@ -30,6 +30,8 @@ SHARED_FIELDS = 10
 """Rows of the buffer that describes the stacks of a step whose requests share prefixes."""
 MOST_SHARED = 2**12
 """Most requests of a schedule with shared_prefix: one block sorts them."""
+SELECTED = (512, 1024, 2048)
+"""Tokens that `sparse_top_k` selects."""
 COMPUTE_CAPABILITY = (9, 0)
 DTYPES = (torch.bfloat16, torch.float16)
 FP8 = torch.float8_e4m3fn

@@ -3,8 +3,9 @@
     python -m bench.qualify.plan_agreement [RESULTS]           # a table, and the rows beyond the bounds
     python -m bench.qualify.plan_agreement [RESULTS] --fit     # the calls of configs/hardware again, then the table
 
-RESULTS is a folder of files that `python -m bench kernels` wrote, results/ by default. Files of an H200 and of the H20
-proxy are fitted; an H100's, which uses the H200's fits, is only compared. A release runs it: neither needs a GPU.
+RESULTS is a folder of files that `python -m bench kernels` and `top-k` wrote, results/ by default. Files of an H200 and
+of the H20 proxy are fitted; an H100's, which uses the H200's fits, and those of `top-k`, whose few calls are fitted by
+hand, are only compared. A release runs it: neither needs a GPU.
 
 A call may be 15% off where it has at least 65,536 cache rows (16 requests of 4K), 30% where it has fewer. The kernel
 that the plan calls faster must be the faster one, unless the two are within 6% when measured. The exit status is 1
@@ -28,6 +29,7 @@ from etap_backend.config_list import FOLDER
 from etap_backend.limits import V4_ROW_BYTES
 from etap_backend.plan.files import CACHE_BYTES
 from etap_backend.plan.gpu import Call, Gpu, numbers, read_gpu
+from etap_backend.plan.sparse import ENGINES, LOGITS, logits, selection
 from etap_backend.plan.step import ETAP, FP8_MATH, Attention, attention
 
 GPUS = {"H20 proxy": "H20-141G", "H200": "H200", "H100": "H100"}
@@ -38,10 +40,19 @@ IN_BF16 = "etap-bf16"  # in a grid of an FP8 cache
 BIG, MOST_ROWS = 65536, 2**22  # no GPU holds more cache rows of a model's layers, and nothing is fitted there
 SURE, TIE = (0.15, 0.30), 0.06
 ODD = {("H20-141G", kind, rows, 8, 2048.0) for kind in ("sparse", "sparse_fp8") for rows in (8, 16)}
-"""Shapes on which ETAP took longer than on twice as many query tokens: no fit has them, and nothing is judged there."""
-WIDER = {("H200", "bfloat16", 32, "FA3"): 1.1, ("H200", "bfloat16", 128, "FlashInfer"): 1.1}
+ODD |= {("H200", "top_k", 32768, 32, 32768.0)}
+"""Shapes on which ETAP, or vLLM's selection, took longer than on twice as much: they are not fitted, and not judged."""
+WIDER = {
+    ("H200", "bfloat16", 32, "FA3"): 1.1,
+    ("H200", "bfloat16", 128, "FlashInfer"): 1.1,
+    ("H200", "top_k", 8192, ENGINES): 1.1,
+}
 """Kernels whose calls may be a tenth further off: of FA3 one shape took 45 us as 8 heads x 4 and 62 us as 16 heads x 2
-query tokens; FlashInfer took twice as long for 16 x 256 as for 16 x 128, and no form has both."""
+query tokens; FlashInfer took twice as long for 16 x 256 as for 16 x 128, and no form has both; vLLM's selection took
+7.0 us for 16 rows of 8K, 6.2 for 64."""
+BY_HAND = ("indexer", "top_k")
+SELECTIONS = {"ETAP": ETAP, "vLLM cooperative": ENGINES}
+INDEXER = 64, 128, 132  # heads, columns and bytes of a key
 FORMS = ((0, 1), (0, 1, 2), (0, 1, 4), (0, 1, 2, 3, 4), (0, 1, 2, 3, 4, 5, 6))
 """Costs of a Call; the first that are near enough are taken."""
 COSTS = ("fixed_us", "factor", "part_us", "full_factor", "wave_factor", "split_us", "combine_us")
@@ -78,6 +89,10 @@ class Timed:
         return 16 <= self.requests <= 128 and 4096 <= self.tokens <= 65536
 
     def planned(self, gpu: Gpu, call: Call | None) -> Attention:
+        if self.kind == "indexer":
+            return logits(gpu, *INDEXER, self.requests, self.tokens, 1, 1, call)
+        if self.kind == "top_k":
+            return selection(gpu, self.kernel, self.requests, self.tokens, 1, call)
         row = {"row": 512, "row_bytes": V4_ROW_BYTES} if self.kind == "v4" else {}
         row = {"row_bytes": 656} if self.kind == "sparse_fp8" else row
         return attention(gpu, self.kernel, self.kind, self.rows, self.requests, self.tokens, call=call, **row)
@@ -88,10 +103,12 @@ def timed_calls(folder: Path) -> list[Timed]:
     found = []
     for path in sorted(folder.glob("*.json")):
         document = read_json(path)
-        if not isinstance(document, dict) or document.get("kind") not in KINDS:
+        if not isinstance(document, dict) or document.get("kind") not in (*KINDS, "top-k"):
             continue
         gpu = next((plan for name, plan in GPUS.items() if name in document["gpu"]), None)
-        if gpu is not None and not document["libraries"]:
+        if document["kind"] == "top-k":
+            found += [one for row in document["rows"] for one in _of_choice(row, gpu or "", path.name)]
+        elif gpu is not None and not document["libraries"]:
             rows = [row for row in document["rows"] if not row.get("common")]  # the plan knows none of these
             found += [one for row in rows for one in _of_row(row, gpu, document["kind"], path.name)]
     if not found:
@@ -104,15 +121,23 @@ def _of_row(row: dict, gpu: str, form: str, file: str) -> list[Timed]:
     fp8, lists = row["kv_dtype"] == "fp8", form == "bench-sparse"
     kind = ("sparse_fp8" if fp8 else "sparse") if lists else "fp8" if fp8 else "bfloat16"
     kind = "v4" if row.get("window") else kind
-    heads = row["heads"] * (1 if lists else row["s_q"])
+    heads, tokens = row["heads"] * (1 if lists else row["s_q"]), row.get("tokens", row["batch"] * row["length"])
     found = []
     for name, result in row["results"].items():
-        if name not in (*OWN, *PEERS, IN_BF16) or not result.get("us") or row["tokens"] > MOST_ROWS:
+        if name not in (*OWN, *PEERS, IN_BF16) or not result.get("us") or tokens > MOST_ROWS:
             continue
         us = result.get("behind", result)["us"] if kind == "v4" else result["us"]
         what = (ETAP, "bfloat16") if name == IN_BF16 else (name, kind)
-        found.append(Timed(gpu, *what, heads, row["batch"], row["tokens"] / row["batch"], us, file))
+        found.append(Timed(gpu, *what, heads, row["batch"], tokens / row["batch"], us, file))
     return found
+
+
+def _of_choice(row: dict, gpu: str, file: str) -> list[Timed]:
+    """An indexer's logits, and the selections behind them."""
+    kernels = {"logits": (LOGITS, "indexer", INDEXER[0])}
+    kernels |= {name: (kernel, "top_k", row["length"]) for name, kernel in SELECTIONS.items()}
+    taken = {name: row["results"][name]["us"] for name in kernels if row["results"].get(name, {}).get("us")}
+    return [Timed(gpu, *kernels[name], row["rows"], float(row["length"]), us, file) for name, us in taken.items()]
 
 
 def _costs(columns: numpy.ndarray, us: numpy.ndarray, weights: numpy.ndarray, power: int) -> numpy.ndarray:
@@ -201,7 +226,9 @@ def fit(calls: list[Timed]) -> None:
     """Write the calls of configs/hardware again."""
     for name in FITTED:
         lines = []
-        for call in fits_of(read_gpu(name), [one for one in calls if one.gpu == name]):
+        gpu = read_gpu(name)
+        by_hand = [call for call in gpu.calls if call.kind in BY_HAND]
+        for call in [*fits_of(gpu, [one for one in calls if one.gpu == name and one.kind not in BY_HAND]), *by_hand]:
             kept = {field: value for field, value in vars(call).items() if value or field in ("fixed_us", "factor")}
             lines.append(json.dumps(kept))
         path = FOLDER / "hardware" / f"{name.lower()}.json"

@@ -62,10 +62,10 @@ class Call:
     """
 
     kernel: str
-    kind: Literal["bfloat16", "fp8", "sparse", "sparse_fp8", "v4"]
-    """A dense cache, or what lists of rows are read from."""
+    kind: Literal["bfloat16", "fp8", "sparse", "sparse_fp8", "v4", "indexer", "top_k"]
+    """A dense cache, what lists of rows are read from, or a sparse model's choice of tokens: logits and selection."""
     rows: Size
-    """Query rows per request of a dense call, heads of a sparse one."""
+    """Query rows per request of a dense call, heads of a sparse one or an indexer, keys of a row of a selection."""
     fixed_us: Cost
     factor: Cost
     longest_us: Cost = 0.0
@@ -131,7 +131,8 @@ class Gpu:
             if call.rows < rows and kind not in CACHE_BYTES:
                 del found[kernel]
             elif call.rows != rows or like is not self:
-                others = f"as of {call.rows} {'rows' if kind in CACHE_BYTES else 'heads'}" * (call.rows != rows)
+                of = "rows" if kind in CACHE_BYTES else "keys" if kind == "top_k" else "heads"
+                others = f"as of {call.rows} {of}" * (call.rows != rows)
                 source = "; ".join(filter(None, (call.source, others, f"as on an {like.name}" * (like is not self))))
                 found[kernel] = replace(call, source=source, status="derived")
         return found

@@ -20,21 +20,20 @@ SHORT = {"bfloat16": "bf16", "fp8": "FP8"}
 
 
 def _kernels(plan: Plan) -> list[Attention]:
-    return [kernel for kernel in (plan.etap, plan.fp8_math, plan.in_bf16, *plan.peers, plan.indexer) if kernel]
+    chosen = (plan.indexer, *dict.fromkeys(plan.selections or ()))
+    return [kernel for kernel in (plan.etap, plan.fp8_math, plan.in_bf16, *plan.peers, *chosen) if kernel]
 
 
 def document(
     name: str, model: Model, gpu: Gpu, on: Deployment, plan: Plan, found: list[Alternative], drafting: Drafting | None
 ) -> dict:
-    """Everything that the planner knows of one deployment, for --json.
-
-    With sparse attention `step_with_ms` is a lower bound, as the indexer's time is.
-    """
+    """Everything that the planner knows of one deployment, for --json."""
     kernels = {
         kernel.kernel: asdict(kernel)
         | {"call_us": kernel.call_us, "attention_ms": kernel.step_ms, "step_with_ms": plan.step_with(kernel)}
         for kernel in _kernels(plan)
     }
+    selections = [kernels.pop(one.kernel) for one in dict.fromkeys(plan.selections or ())]
     counted = {key: getattr(plan.memory, key) for key in ("left", "state", "tokens", "cache_wanted", "fits")}
     return {
         "model": {"name": name, "parameters": parameters_of(model)},
@@ -43,6 +42,7 @@ def document(
         "memory": asdict(plan.memory) | counted,
         "bf16_tokens": plan.bf16_tokens,
         "indexer": kernels.pop("indexer", None),
+        "selections": selections,
         "attention": kernels,
         "step": {
             "rest_ms": plan.rest_ms,
@@ -162,9 +162,10 @@ def _alternatives_table(found: list[Alternative]) -> str:
 def _attention_table(gpu: Gpu, plan: Plan) -> str:
     """A row per kernel; >= marks a lower bound."""
     rows = [[f"On one {gpu.name}", "", "bound", "call us", "rows", "all ms", "step ms", "gain %", "per call"]]
+    others = (plan.indexer, *(plan.selections or ()))
     for kernel in _kernels(plan):
         gain, at_least = plan.gain_over(kernel) if kernel in plan.peers else None, "" if kernel.call else ">="
-        step = "" if kernel.call is None else f"{'>=' if plan.indexer else ''}{plan.step_with(kernel):.1f}"
+        step = "" if kernel.call is None or kernel in others else f"{'>=' * plan.at_least}{plan.step_with(kernel):.1f}"
         status = kernel.call.status if kernel.call else "not timed"
         times = f"{at_least}{kernel.call_us:.1f}", str(kernel.rows), f"{at_least}{kernel.step_ms:.2f}", step
         gains = (_starred(gain), f"{gain.call:.2f}x") if gain else ("", "")
@@ -243,7 +244,7 @@ def _remarks(model: Model, gpu: Gpu, on: Deployment, plan: Plan) -> str:
         chosen = f"{tokens} lists of {entries:,} rows"
         if model.v4:
             chosen = "entries" if model.shares_caches else "CSA layers' rows"
-        lines.append(f"Choosing the {chosen} comes on top.")
+        lines.append(f"Choosing the {chosen} comes on top." if plan.at_least else f"Steps count choosing the {chosen}.")
     if model.linear_layers:
         lines.append(f"{model.linear_layers} of {model.num_hidden_layers} layers have linear attention, untimed here.")
     return " ".join(lines)

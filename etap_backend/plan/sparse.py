@@ -1,34 +1,76 @@
 """Decode with sparse attention on one GPU; the time of a call follows from its roofline by the lines in the GPU's file.
 
-The indexer's time is its roofline, a lower bound: quantising and choosing the best scores were not timed.
+So do the indexer's logits and the selection behind them; quantising its queries was not timed.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
+from etap_backend.limits import SELECTED
 from etap_backend.plan.deployment import Deployment
-from etap_backend.plan.gpu import Gpu, Load
+from etap_backend.plan.gpu import Call, Gpu, Load
 from etap_backend.plan.memory import memory_of
 from etap_backend.plan.model import CSA, HCA, RATIOS, Model
-from etap_backend.plan.step import ETAP, Attention, Plan, attention, check, rest_of_step_ms, roofline_us
+from etap_backend.plan.step import ETAP, NAMES, Attention, Plan, attention, check, rest_of_step_ms, roofline_us
 
 # A FlashMLA call takes longer in vLLM's steps of DeepSeek-V4: metadata, copies, and vLLM's own build.
 V4_IN_VLLM_US, V4_IN_VLLM = 6.5, "6.5 us more, fitted to six steps in results/e2e-decode-v4-vllm.json"
 
 
-def _indexer(model: Model, gpu: Gpu, on: Deployment) -> Attention:
-    """Scores of every key of the context, in each layer with an indexer (DeepSeek-V4.1: in the mean layer).
+LOGITS, ENGINES = "DeepGEMM", "vLLM"
+"""Who computes an indexer's logits, and whose selection ETAP's is compared with."""
 
-    Each rank has all heads of the indexer and scores the keys of its share of a context.
+
+def logits(
+    gpu: Gpu,
+    heads: int,
+    dim: int,
+    row_bytes: float,
+    requests: int,
+    keys: float,
+    s_q: int,
+    layers: int,
+    call: Call | None,
+) -> Attention:
+    """Of every key of the contexts, for s_q tokens of each request, by all heads of the indexer."""
+    flops = 2 * requests * keys * s_q * heads * dim
+    roofline, bound = roofline_us(gpu, requests * keys * row_bytes, flops, fp8=True)
+    return Attention("indexer", heads, roofline, bound, layers, Load(requests, keys, 1), call)
+
+
+def selection(gpu: Gpu, kernel: str, rows: int, keys: float, layers: int, call: Call | None) -> Attention:
+    """Of the largest of so many float32 logits of each row."""
+    roofline, bound = roofline_us(gpu, rows * keys * 4, 0, fp8=True)
+    return Attention(f"top-k, {NAMES.get(kernel, kernel)}", rows, roofline, bound, layers, Load(rows, keys, 1), call)
+
+
+def selects(model: Model, on: Deployment) -> bool:
+    """Whether ETAP selects a model's tokens, and not the engine."""
+    pooled = model.shares_caches if model.v4 else model.index_kpool > 1
+    return model.index_topk in SELECTED and on.dcp == 1 and not pooled
+
+
+def _indexer(model: Model, gpu: Gpu, on: Deployment) -> tuple[Attention, tuple[Attention, Attention]]:
+    """Logits and selections of each layer with an indexer (DeepSeek-V4.1: of the mean layer).
+
+    Each rank scores the keys of its share of a context.
     """
-    layers, heads = model.indexer_layers, model.index_n_heads
-    pools = [model.compress_ratios[layer - 1] if model.shares_caches else model.index_kpool for layer in layers]
-    keys = on.local_batch * sum(-(-on.context // (on.dcp * pool)) for pool in pools) / max(1, len(layers))
-    flops = 2 * keys * on.s_q * heads * model.index_head_dim
-    data = keys * model.index_row_bytes * model.index_kpool
-    roofline, bound = roofline_us(gpu, data, flops, fp8=True)
-    return Attention("indexer", heads, roofline, bound, len(layers), Load(on.local_batch, on.context, 1), None)
+    layers, heads = len(model.indexer_layers), model.index_n_heads
+    pools = [
+        model.compress_ratios[layer - 1] if model.shares_caches else model.index_kpool for layer in model.indexer_layers
+    ]
+    keys = sum(-(-on.context // (on.dcp * pool)) for pool in pools) / max(1, layers)
+    size = heads, model.index_head_dim, model.index_row_bytes * model.index_kpool
+    call = gpu.calls_of("indexer", heads).get(LOGITS)
+    scored = logits(gpu, *size, on.local_batch, keys, on.s_q, layers, call)
+    calls, rows = gpu.calls_of("top_k", math.ceil(keys)), on.local_batch * on.s_q
+    own, other = (
+        selection(gpu, kernel, rows, keys, layers, calls.get(kernel))
+        for kernel in (ETAP if selects(model, on) else ENGINES, ENGINES)
+    )
+    return scored, (own, other)
 
 
 def v4_lists(model: Model, on: Deployment) -> dict[str, tuple[int, int]]:
@@ -75,6 +117,7 @@ def make_sparse_plan(model: Model, gpu: Gpu, on: Deployment) -> Plan:
         attention(gpu, kernel, kind, heads, tokens, entries, call=calls.get(kernel), **size)
         for kernel in dict.fromkeys((ETAP, *calls))
     )
+    indexer, selections = _indexer(model, gpu, on)
     return Plan(
         memory=memory_of(model, gpu, on),
         etap=etap,
@@ -83,5 +126,6 @@ def make_sparse_plan(model: Model, gpu: Gpu, on: Deployment) -> Plan:
         rest_status="derived",
         longest_rest=gpu.longest_rest.value,
         bf16_tokens=memory_of(model, gpu, replace(on, cache="bfloat16")).tokens if fp8 and not model.v4 else None,
-        indexer=_indexer(model, gpu, on),
+        indexer=indexer,
+        selections=selections,
     )

@@ -190,7 +190,8 @@ class Shared:
 
 @dataclass(frozen=True)
 class Plan:
-    """The planner's answer. With sparse attention the indexer's time, and so a step's, is a lower bound."""
+    """The planner's answer. `indexer` are the logits of a sparse model's choice of tokens, `selections` what takes the
+    largest: in a step with ETAP, and in one with another kernel."""
 
     memory: Memory
     etap: Attention
@@ -202,6 +203,7 @@ class Plan:
     in_bf16: Attention | None = None  # ETAP with a bfloat16 cache, and the tokens that fit then
     bf16_tokens: int | None = None
     indexer: Attention | None = None
+    selections: tuple[Attention, Attention] | None = None
     shared: Shared | None = None
 
     @property
@@ -214,16 +216,26 @@ class Plan:
         """Milliseconds of a step without attention."""
         return self.rest_ms + (self.indexer.step_ms if self.indexer else 0)
 
+    def varying_ms(self, kernel: Attention) -> float:
+        """Milliseconds of a step that depend on the attention kernel."""
+        return kernel.step_ms + (self.selections[kernel in self.peers].step_ms if self.selections else 0)
+
     def step_with(self, kernel: Attention) -> float:
         """Milliseconds of a whole step."""
-        return self.fixed_ms + kernel.step_ms
+        return self.fixed_ms + self.varying_ms(kernel)
+
+    @property
+    def at_least(self) -> bool:
+        """Whether steps are lower bounds, since nobody timed how this GPU chooses tokens."""
+        return any(part.call is None for part in (self.indexer, *(self.selections or ())) if part)
 
     def gain_over(self, peer: Attention) -> Gain | None:
         """The gain over one peer; None where ETAP's call was not timed."""
         if self.best.call is None:
             return None
         fixed = self.fixed_ms, self.fixed_ms + (self.longest_rest - 1) * self.rest_ms
-        lower, upper = sorted((rest + peer.step_ms) / (rest + self.best.step_ms) - 1 for rest in fixed)
+        other, own = self.varying_ms(peer), self.varying_ms(self.best)
+        lower, upper = sorted((rest + other) / (rest + own) - 1 for rest in fixed)
         return Gain(peer.call_us / self.best.call_us, lower, upper, self.best is self.fp8_math)
 
     @property

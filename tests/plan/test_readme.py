@@ -15,12 +15,12 @@ README = (Path(__file__).parents[2] / "README.md").read_text()
 ON_FROM = 5  # percent of the upper estimate, below which README says to leave ETAP off
 SMALL = {"context": 4096, "utilization": 0.95}
 TABLE = {  # H20-141G's, H20-96G's and H200's cells: model, drafts, what else they are asked
-    "6 to 11% | 6 to 11% | 6%": ("deepseek-v3.2", 0, {"cache": "fp8"}, SMALL),
-    "10 to 17% | does not fit | 7 to 8%": ("deepseek-v3.2", 3, {"cache": "fp8"}, SMALL),
-    "8 to 14% | does not fit | 7%": ("glm-5-fp8", 0, {"cache": "fp8"}, {}),
-    "14 to 23% | does not fit | 8 to 9%": ("glm-5-fp8", 3, {"cache": "fp8"}, {}),
-    "8 to 14% | 8 to 12% | 7 to 8%": ("deepseek-v4-flash", 0, {"cache": "fp8", "batch": 64, "context": 65536}, {}),
-    "18 to 26% | 16 to 24% | 14 to 16%": ("deepseek-v4-flash", 3, {"cache": "fp8", "batch": 64, "context": 65536}, {}),
+    "7 to 12% | 6 to 11% | 7 to 8%": ("deepseek-v3.2", 0, {"cache": "fp8"}, SMALL),
+    "11 to 17% | does not fit | 8 to 9%": ("deepseek-v3.2", 3, {"cache": "fp8"}, SMALL),
+    "9 to 15% | does not fit | 8 to 9%": ("glm-5-fp8", 0, {"cache": "fp8"}, {}),
+    "14 to 23% | does not fit | 9 to 10%": ("glm-5-fp8", 3, {"cache": "fp8"}, {}),
+    "9 to 14% | 8 to 13% | 8 to 9%": ("deepseek-v4-flash", 0, {"cache": "fp8", "batch": 64, "context": 65536}, {}),
+    "18 to 26% | 16 to 24% | 15 to 17%": ("deepseek-v4-flash", 3, {"cache": "fp8", "batch": 64, "context": 65536}, {}),
     "27 to 44% | 10 to 16% | 3%, leave it off": ("deepseek-r1", 0, {}, SMALL | {"context": 5120}),
     "12 to 20% | does not fit | 2%, leave it off": ("deepseek-r1", 1, {}, SMALL | {"context": 5120}),
     "17 to 29% | does not fit | 6 to 7%": ("deepseek-r1", 0, {"cache": "fp8"}, {}),

@@ -208,7 +208,29 @@ def test_the_indexer_takes_at_least_its_products_or_its_keys():
     assert make_plan(PRO, H20_141, on_v4(context=64 * K)).indexer.layers == 30
     mixed = make_plan(V41, H200, on_v4(context=64 * K)).indexer
     assert mixed.layers == 8
-    assert mixed.step_ms == pytest.approx(16 * 64 * K * (3 / 2 + 5) * 132 / H200.sustained_bandwidth.value * 1e3)
+    read = 16 * 64 * K * (3 / 2 + 5) * 132
+    assert mixed.layers * mixed.roofline_us == pytest.approx(read / H200.sustained_bandwidth.value * 1e6)
+
+
+def test_choosing_tokens_takes_what_was_measured():
+    """results/next/top-k.json: DeepGEMM's logits, ETAP's selection and vLLM's, 16 x 32K; DeepSeek-V4 has 8K keys."""
+    made = make_plan(V32, H200, on(context=32 * K))
+    assert [made.indexer.call_us, *(one.call_us for one in made.selections)] == pytest.approx(
+        [22.0, 8.3, 12.5], rel=0.15
+    )
+    made = make_plan(V4, H200, on_v4(context=32 * K))
+    assert [made.indexer.call_us, *(one.call_us for one in made.selections)] == pytest.approx([8.8, 6.9, 6.6], rel=0.15)
+    assert made.step_with(made.etap) == pytest.approx(
+        made.rest_ms + made.indexer.step_ms + made.selections[0].step_ms + made.etap.step_ms
+    )
+
+
+@pytest.mark.parametrize(
+    "model, on", [(V32, on(dcp=2)), (GLM_FLASH, on()), (V41, on_v4())], ids=["dcp", "pools", "v4.1"]
+)
+def test_where_the_engine_selects_its_time_is_in_both_steps(model, on):
+    own, other = make_plan(model, H200, on).selections
+    assert own == other and "vLLM" in own.kernel
 
 
 CALLS = [  # lists, heads, query tokens, entries of each; microseconds of ETAP and of FlashMLA
@@ -354,7 +376,7 @@ def test_the_screen_says_what_a_block_holds_and_what_was_not_timed(capsys):
     assert "tokens of 3,915 B (708.75 of them the indexer's)" in text and "requests' windows 0.5 GB" in text
     assert "256 tokens are a block of 1,002,240 B, a request 30 more" in text
     assert "Lists have 128 (2 window), 640 (21 CSA), 640 (20 HCA) rows, calls their mean" in text
-    assert "indexer not timed memory >=" in text
+    assert "indexer measured memory" in text and "top-k, vLLM" in text and ">=" not in text
     assert cli.main(["plan", "deepseek-v4-flash", "--count", "2", "--json"]) == 0
     made = json.loads(capsys.readouterr().out)
     assert made["step"]["gain"] is None and made["attention"]["ETAP"]["call"] is None
