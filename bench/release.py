@@ -1,12 +1,14 @@
 """`python -m bench release VERSION --part PART`: a part of a release's measurements, into results/VERSION.
 
 What is there and complete is skipped, and no run begins after --seconds, so the same command is repeated until nothing
-is left. The page results/VERSION/README.md is written anew each time.
+is left; with two GPUs one command takes --share 1/2, the other 2/2. The page results/VERSION/README.md is written anew
+each time. An H200 takes some 12 minutes for the kernels, 4 for the proxy, 8 for the checks, 25 for each engine.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import subprocess
 import sys
@@ -16,10 +18,12 @@ from typing import Annotated
 
 import typer
 
+from bench.models import dummy, v4
 from bench.report import text_of
 
-TRAINED, V4 = "build/models/trained", "build/models/v4"
-MODELS = {TRAINED: "bench.models.train", V4: "bench.models.v4"}
+MODELS = {"r1": "deepseek-r1", "v3.2": "deepseek-v3.2", "glm-5": "glm-5-fp8"}
+"""Models of four layers, one of eight ranks' heads and bfloat16 weights, for answers and soak; and DeepSeek-V4."""
+FOLDER = Path("build/models")
 KERNELS = {name: f"kernels {name} --behind" for name in ("targets", "targets-fp8", "short", "sparse", "v4")}
 KERNELS |= {name: f"kernels {name}" for name in ("heads", "mtp", "pages", "paper", "shared", "sparse-prefill")}
 KERNELS |= {"heads-fp8": "kernels heads --kv-dtype fp8", "top-k": "top-k"}
@@ -30,23 +34,42 @@ CHECKS |= {"random-sparse-cases": "random-cases --count 3000 --seed 1 --sparse"}
 CHECKS |= {f"flashmla-{name}": f"suites flashmla-{name} --checkout FlashMLA" for name in ("dense", "sparse", "v4")}
 
 
-def servers(engine: str, v4_flags: str) -> dict[str, str]:
-    """What runs beside one engine; `v4_flags` are for servers of DeepSeek-V4."""
-    found = {f"answers-{engine}": f"answers {TRAINED} --engine {engine} --modes plain,mtp"}
-    found |= {f"answers-v4-{engine}": f"answers {V4} --engine {engine} --seeded -- {v4_flags}"}
-    found |= {f"soak-{engine}": f"soak {TRAINED} --engine {engine} --mode mtp --seconds 400"}
-    scenarios = ("decode-short", "decode-sparse", "mtp", "prefill")
-    return found | {f"serve-{name}-{engine}": f"serve {name} --engine {engine}" for name in scenarios}
+def servers(engine: str, own: str, peer: str, sparse_peer: str, v4_flags: str) -> dict[str, str]:
+    """What runs beside one engine, which has these names for ETAP and its own backends, and flags for DeepSeek-V4."""
+    in_fp8 = f"{sparse_peer}+fp8,{own}+fp8"
+    answers = {"r1": f"{peer},{own},{own}+shared", "v3.2": f"{in_fp8},{own}+fp8+engine_top_k", "glm-5": in_fp8}
+    found = {
+        f"answers-{model}-{engine}": f"answers {FOLDER / model} --engine {engine} --seeded --backends {backends}"
+        for model, backends in answers.items()
+    }
+    found |= {f"answers-v4-{engine}": f"answers {FOLDER / 'v4'} --engine {engine} --seeded -- {v4_flags}"}
+    steps = {"decode-short --only 16K": (own, peer), "shared-prefix": (f"{own}+shared", own, peer)}
+    steps |= {"decode-sparse --only 16K": (f"{own}+fp8", f"{sparse_peer}+fp8")}
+    steps |= {"top-k": (f"{own}+fp8", f"{own}+fp8+engine_top_k")} if engine == "vllm" else {}
+    for name, backends in steps.items():
+        named = " ".join(f"--backend {backend}" for backend in backends)
+        found[f"serve-{name.split()[0]}-{engine}"] = f"serve {name} --engine {engine} --turns 1 {named}"
+    return found | {f"soak-{engine}": f"soak {FOLDER / 'r1'} --engine {engine} --seeded --seconds 600"}
 
 
+V4_FLAGS = "--kv-cache-dtype fp8 --block-size 256"
 PARTS = {
     "kernels": KERNELS,
     "proxy": {f"{name}-h20-proxy": f"{KERNELS[name]} --h20-proxy" for name in PROXY},
     "checks": CHECKS,
-    "vllm": servers("vllm", "--kv-cache-dtype fp8 --block-size 256"),
-    "sglang": servers("sglang", ""),
+    "vllm": servers("vllm", "ETAP", "FLASHMLA", "FLASHMLA_SPARSE", V4_FLAGS),
+    "sglang": servers("sglang", "etap", "flashmla", "dsa", ""),
 }
 """By part: names of the results files, and the commands that make them."""
+
+
+def make_model(folder: Path) -> None:
+    """Write one of FOLDER."""
+    if folder.name == "v4":
+        v4.main(folder)
+    else:
+        changes = {"num_hidden_layers": 4, "quantization_config": {}}
+        dummy.write(folder, dummy.changed(MODELS[folder.name], changes, 8))
 
 
 def done(path: Path) -> bool:
@@ -59,18 +82,23 @@ def main(
     version: Annotated[str, typer.Argument(help="Folder in results.")],
     part: Annotated[str, typer.Option(help=f"One of {', '.join(PARTS)}.")],
     seconds: Annotated[float, typer.Option(help="No run begins later.")] = 1e9,
+    share: Annotated[str, typer.Option(help="Of the part's runs, 1/2 or 2/2 beside another GPU.")] = "1/1",
 ) -> None:
     """Run what is missing of a release's measurements; exit with 1 when something failed or is left."""
     if part not in PARTS:
         raise typer.BadParameter(f"--part: wanted one of {', '.join(PARTS)}, got {part}")
-    files = {name: Path("results", version, f"{name}.json") for name in PARTS[part]}
+    if not (found := re.fullmatch(r"([1-9])/([1-9])", share)) or int(found[1]) > int(found[2]):
+        raise typer.BadParameter(f"--share: wanted 1/2, 2/2 or the like, got {share}")
+    begin, step = int(found[1]) - 1, int(found[2])
+    files = {name: Path("results", version, f"{name}.json") for name in list(PARTS[part])[begin::step]}
     end, failed = time.monotonic() + seconds, []
-    for name, words in PARTS[part].items():
+    for name in files:
         if done(files[name]) or time.monotonic() > end:
             continue
-        for model in (model for model in MODELS if model in words and not Path(model, "config.json").exists()):
-            subprocess.run([sys.executable, "-m", MODELS[model], model], check=True)
-        command, mark, flags = words.partition(" -- ")
+        command, mark, flags = PARTS[part][name].partition(" -- ")
+        for model in (Path(word) for word in command.split() if Path(word).parent == FOLDER):
+            if not (model / "config.json").exists():
+                make_model(model)
         run = ["-m", "bench", *command.split(), "--output", str(files[name]), *f"{mark}{flags}".split()]
         typer.echo(shlex.join(["python", *run]))
         failed += [name] if subprocess.run([sys.executable, *run]).returncode else []

@@ -9,19 +9,13 @@ a folder without weights gets those of bench.models.seeded. One server per backe
 - together: concurrent requests of mixed length; again: the same ones over the prefix cache; few: a few at a time;
 - turns: 0 to 300 new tokens behind a cached prefix, one request at a time, so that each step is the turn's own;
 - common: concurrent requests behind one beginning, of dense models (in sparse ones rounding changes what is chosen);
-- control: long requests behind another beginning;
-- known: the prompts that bench.models.train wrote beside its model, whose right answers are known.
+- control: long requests behind another beginning.
 
-ETAP must agree with the first backend within the limits of agreement.py. Of the known prompts 99% of the answers must
-be equal, and their perplexities within 0.1% (0.5% with an FP8 cache), for the kinds that the reference answers rightly
-in nine of ten cases; if there is none, the model proves nothing. The exit status is 1 when anything fails.
+ETAP must agree with the first backend within the limits of agreement.py. The exit status is 1 when anything fails.
 """
 
 from __future__ import annotations
 
-import json
-import math
-import statistics
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -65,12 +59,10 @@ from bench.servers.engines import (
 from bench.servers.processes import Server, end_all, served
 
 CONTEXT = 4096 + 1024
-FEW, KNOWN_MANY = 8, 256  # requests at a time
+FEW = 8  # requests at a time
 LONG_PROMPT = 128  # tokens of a prompt whose beginning matters
 CHUNK_TOKENS = 2048  # prefilled per step in SGLang, so that longer prompts take several
 CACHED_SHARE = 0.9  # of the whole pages of prompts asked again, that the prefix cache must have
-RIGHT_SHARE, EQUAL_SHARE = 0.9, 0.99
-PERPLEXITY_SHARE, FP8_PERPLEXITY_SHARE = 0.001, 0.005
 STAGES = {"together": "together", "again": "again", "few": "together", "turns": "turns", "common": "common"}
 """Stages that must agree, and the reference's stage with which."""
 
@@ -83,7 +75,6 @@ class Questions:
     mode: str
     variant: Variant
     count: int
-    known: dict[str, list[dict]]
     dense: bool
     stages: dict[str, list[Answer]] = field(default_factory=dict)
 
@@ -112,9 +103,6 @@ class Questions:
             common = make_common(forces)
             self.replies(common[:1], 1, "common")  # so that all others find the beginning
             self.stages["common"] = self._answers(common, self.replies(common, len(common), "common"))
-        for kind, entries in self.known.items():
-            asked = [Request(entry["prompt"], len(entry["answer"])) for entry in entries]
-            self.stages[kind] = self._answers(asked, self.replies(asked, KNOWN_MANY, "known"))
         graphs = self.engine.in_graphs(self.server.log())
         if self.mode == "plain" and graphs is not (not self.variant.eager):
             raise Failed(f"CUDA graphs: wanted {not self.variant.eager}, the log says {graphs}")
@@ -181,7 +169,7 @@ Records = dict[tuple[str, str], dict[str, list[Answer]]]
 """Answers by stage of each (backend, mode)."""
 
 
-def judged(records: Records, reference: str, known: dict[str, list[dict]]) -> tuple[dict, list[str]]:
+def judged(records: Records, reference: str) -> tuple[dict, list[str]]:
     """What a results file says of all servers' answers, and the failures."""
     document, failures = {"yardsticks": {}, "agreement": {}}, []
     for mode in dict.fromkeys(mode for _, mode in records):
@@ -194,57 +182,17 @@ def judged(records: Records, reference: str, known: dict[str, list[dict]]) -> tu
         noise = agreement(own["few"], own["together"])
         yardsticks = {"noise": noise, "control": control, "prefix cache": agreement(own["again"], own["together"])}
         document["yardsticks"] |= {f"{mode}, {name}": one.summary() for name, one in yardsticks.items()}
-        kinds, problems = kinds_known(own, known)
-        failures += [f"{reference} {mode}: {text}" for text in problems]
         for backend in (name for name, of in records if of == mode and name != reference):
             variant, other = Variant.parse(backend), Variant.parse(reference)
-            found = compared(records[backend, mode], own, kinds)
-            for stage, one in found.items():
-                if stage in STAGES:
-                    texts = objections(one, noise, control, loose=rounds_elsewhere(variant, other))
-                else:
-                    texts = known_objections(one, records[backend, mode][stage], own[stage], variant, other)
+            for stage, one in compared(records[backend, mode], own).items():
+                texts = objections(one, noise, control, loose=rounds_elsewhere(variant, other))
                 document["agreement"][f"{backend} {mode}, {stage}"] = one.summary() | {"objections": texts}
                 failures += [f"{backend} {mode}, {stage}: {text}" for text in texts if variant.is_etap]
     return document, failures
 
 
-def compared(record: dict[str, list[Answer]], reference: dict[str, list[Answer]], kinds: list[str]) -> dict:
-    pairs = {stage: other for stage, other in STAGES.items() if stage in record} | {kind: kind for kind in kinds}
-    return {stage: agreement(record[stage], reference[other]) for stage, other in pairs.items()}
-
-
-def kinds_known(own: dict[str, list[Answer]], known: dict[str, list[dict]]) -> tuple[list[str], list[str]]:
-    """The kinds of known prompts that the reference answers rightly; and what is wrong if there is none."""
-    shares = {
-        kind: statistics.fmean(a.tokens == e["answer"] for a, e in zip(own[kind], entries, strict=True))
-        for kind, entries in known.items()
-    }
-    kinds = [kind for kind, share in shares.items() if share >= RIGHT_SHARE]
-    if kinds or not known:
-        return kinds, []
-    got = ", ".join(f"{share:.1%} of {kind}" for kind, share in shares.items())
-    return kinds, [f"wanted {RIGHT_SHARE:.0%} of a kind answered rightly, got {got}"]
-
-
-def known_objections(
-    found: Agreement, answers: list[Answer], reference: list[Answer], variant: Variant, other: Variant
-) -> list[str]:
-    """What speaks against answers to known prompts; nothing where the reference itself rounds to FP8."""
-    if other.cache != "auto" and replace(variant, tp=1, dcp=1) != other:
-        return []
-    texts, equal, every = [], len(found.differences) - len(found.parted), len(found.differences)
-    if equal < EQUAL_SHARE * every:
-        texts.append(f"{equal} of {every} answers equal, wanted {EQUAL_SHARE:.0%}")
-    share = PERPLEXITY_SHARE if variant.cache == other.cache else FP8_PERPLEXITY_SHARE
-    one, two = perplexity(answers), perplexity(reference)
-    if not abs(one / two - 1) <= share:
-        texts.append(f"perplexity {one:.5f}, the reference's {two:.5f}, allowed {share:.1%}")
-    return texts
-
-
-def perplexity(answers: Sequence[Answer]) -> float:
-    return math.exp(-statistics.fmean(logprob for answer in answers for logprob in answer.logprobs))
+def compared(record: dict[str, list[Answer]], reference: dict[str, list[Answer]]) -> dict[str, Agreement]:
+    return {stage: agreement(record[stage], reference[other]) for stage, other in STAGES.items() if stage in record}
 
 
 @dataclass
@@ -256,7 +204,6 @@ class Run:
     flags: list[str]
     folder: Path  # for logs
     requests: int
-    known: dict[str, list[dict]]
     dense: bool
     about: dict[str, dict] = field(default_factory=dict)  # servers
 
@@ -273,7 +220,7 @@ class Run:
             plugins(["seeded"] if serving.weights == "seeded" else []) as more,
             served(self.engine, serving, variant, flags, log=log, environment=environment | more) as server,
         ):
-            stages = Questions(server, mode, variant, self.requests, self.known, self.dense).ask()
+            stages = Questions(server, mode, variant, self.requests, self.dense).ask()
             self.about[f"{backend} {mode}"] = server.about | {"counters": server.counters()}
             return stages
 
@@ -316,25 +263,23 @@ def main(
     note: Annotated[str, typer.Option(help="Put into the output.")] = "",
 ) -> None:
     """Compare the answers of attention backends; exit with 1 when they differ by more than allowed."""
-    of, config, prompts = ENGINES[engine], configuration(model), Path(model) / "prompts.json"
+    of, config = ENGINES[engine], configuration(model)
     own = of.v4 if is_v4(config) else of.sparse if is_sparse(config) else of.backends
     names = backends.split(",") if backends else [*own, f"{of.etap}+eager"]
     try:
         must_be_modes(modes.split(","))
         for name in names:
             Variant.parse(name)
-        known = json.loads(prompts.read_text()) if prompts.is_file() else {}
         must_be_writable(output)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
     about = provenance("python -m bench answers", note)
-    most, weights = max(requests, KNOWN_MANY if known else 0), "seeded" if seeded else "auto"
-    serving = Serving(model, weights, max_requests=most, max_context=None if known else CONTEXT)
+    serving = Serving(model, "seeded" if seeded else "auto", max_requests=requests, max_context=CONTEXT)
     dense = not (is_v4(config) or is_sparse(config))
-    run = Run(of, serving, serve_flags or [], output.with_suffix(""), requests, known, dense)
+    run = Run(of, serving, serve_flags or [], output.with_suffix(""), requests, dense)
     with stopping():
         records, failures = run.all(names, modes.split(","), parallel)
-    found, against = judged(records, names[0], known)
+    found, against = judged(records, names[0])
     document = {"what": f"answers, {engine}", **about, "servers": run.about}
     document |= found | {"failures": failures + against}
     finish(document, output, report.answers(output.stem, document))

@@ -48,7 +48,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
             if late and "host memory" in faults: hoard.append(bytearray(b"x" * 2**19))
         if late and turn == 0 and "HTTP error" in faults: return self.reply("out of luck", code=500)
         if late and turn == 1 and "hung" in faults: time.sleep(600)
-        wrong = late and "another token" in faults or f"{backend} known" in faults and sum(prompt) % 10 == 0
+        wrong = late and "another token" in faults
         tokens = [(sum(prompt) + n + (n > 3 and wrong)) % 1000 for n in range(asked["max_tokens"])]
         tokens = forced * asked["max_tokens"] if forced else tokens
         moved = 2.0 * (backend in faults or again and ("again" in faults or f"{backend} again" in faults))
@@ -94,13 +94,3 @@ def alive(pid: int) -> bool:
         return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
     except OSError:
         return False
-
-
-def known_prompts(count: int) -> dict[str, list[dict]]:
-    """Prompts whose answers SERVER knows."""
-
-    def entry(number: int) -> dict:
-        prompt = [1000 + number, *range(2000, 2100)]
-        return {"prompt": prompt, "answer": [(sum(prompt) + step) % 1000 for step in range(8)]}
-
-    return {kind: [entry(100 * k + n) for n in range(count)] for k, kind in enumerate(("recite", "recall"))}

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from bench.common import configs
-from bench.models import dummy, filled_caches, seeded, train
+from bench.models import dummy, filled_caches, seeded
 from bench.servers import scenario as scenarios
 from bench.servers import serve
 from bench.servers.engines import ENGINES, Variant
@@ -74,23 +74,3 @@ def test_sglang_takes_the_flags_of_every_scenario(name, tmp_path):
         parsed = parser.parse_args(command[3:])
         assert (parsed.attention_backend, parsed.page_size, parsed.load_format) == (variant.backend, 64, "dummy")
         assert parsed.max_running_requests == serving.max_requests and parsed.enable_metrics
-
-
-def test_transformers_gives_the_logits_of_the_trained_model(tmp_path):
-    transformers, torch = pytest.importorskip("transformers"), pytest.importorskip("torch")
-    shape = train.Shape(
-        hidden=128, layers=2, query_latent=64, feed_forward=192, expert_width=64, vocabulary=600, context=64
-    )
-    texts = {f"{n}": (f"{n} " * 50 + Path(train.__file__).read_text())[:4000] for n in range(200)}
-    model = train.make_model(tmp_path, shape, 600, "cpu", texts=texts, most_steps=2).bfloat16().float()
-    for parameter in model.parameters():  # large, so that attention and rotation show
-        torch.nn.init.normal_(parameter, std=2 * parameter.shape[-1] ** -0.5 if parameter.dim() > 1 else 1.0)
-    train.save(
-        model.bfloat16().float(), transformers.AutoTokenizer.from_pretrained(tmp_path).backend_tokenizer, tmp_path
-    )
-    reference = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
-    tokens = torch.randint(600, (2, 50), generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        found = model.lm_head(model.hidden(tokens))
-        torch.testing.assert_close(found, reference(tokens).logits, rtol=1e-4, atol=1e-3)
-    assert found.std() > 0.5

@@ -1,8 +1,7 @@
-"""Models without checkpoints: what seeded weights are, plugins that commands find, shapes, and the trained model."""
+"""Models without checkpoints: what seeded weights are, plugins that commands find, and shapes."""
 
 from __future__ import annotations
 
-import json
 import pkgutil
 import subprocess
 import sys
@@ -10,7 +9,7 @@ import sys
 import pytest
 import torch
 
-from bench.models import drawn_experts, dummy, filled_caches, seeded, train, v4
+from bench.models import drawn_experts, dummy, filled_caches, seeded, v4
 from bench.models.plugins import PLUGINS, SGLANG, VLLM, plugins
 from bench.servers.engines import configuration, is_sparse, is_v4
 
@@ -115,26 +114,3 @@ def test_a_v4_model_has_every_kind_of_layer_and_a_tokenizer(tmp_path, layers, dr
     assert config["num_attention_heads"] == 8 and is_v4(config) and is_sparse(config) and config["vocab_size"] > 4000
     assert v41 == (config.get("kv_source_layer_ids") == [2, ratios.index(1) if 1 in ratios else 0])
     assert (tmp_path / "tokenizer.json").exists()
-
-
-def test_prompts_have_their_answers_and_share_prefixes():
-    by_heart, unseen = (train.Text(torch.randperm(20_000), passage=30_000, seed=1) for _ in range(2))
-    prompts, tokens = train.make_prompts(by_heart, unseen, count=8, longest=2000), by_heart.tokens.tolist()
-    assert [len(entries) for entries in prompts.values()] == [8, 8] and json.dumps(prompts)
-    for entry in prompts["recite"]:
-        whole = entry["prompt"] + entry["answer"]
-        assert tokens[tokens.index(whole[0]) :][: len(whole)] == whole
-    for entry in prompts["recall"]:
-        prompt, cue = entry["prompt"], [30_000, *entry["prompt"][-train.CUE_TOKENS :]]
-        behind = next(i for i in range(len(prompt)) if prompt[i : i + len(cue)] == cue) + len(cue)
-        assert behind < len(prompt) and prompt[behind:][: len(entry["answer"])] == entry["answer"]
-    shorter, longer = (prompts["recite"][i]["prompt"] for i in (0, 1))
-    assert longer[: len(shorter)] == shorter and len(prompts["recall"][0]["answer"]) == train.ANSWER_TOKENS
-
-
-def test_half_of_a_batch_is_by_heart_and_recall_repeats_its_passages():
-    seen, other = (train.Text(torch.arange(n, n + 100_000), 300_001, 0) for n in (0, 100_000))
-    batch = train.Corpus(seen, other, other).batch(8, 2048)
-    assert batch.shape == (8, 2048) and (batch[0::2] >= 100_000).all()
-    tokens, counts = batch[1].unique(return_counts=True)
-    assert (counts[tokens < 100_000] > 1).float().mean() > 0.1 and batch[3].unique().numel() == 2048

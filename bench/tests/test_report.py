@@ -137,6 +137,13 @@ def test_a_release_runs_what_is_missing_and_writes_its_page(tmp_path, monkeypatc
         assert (shown.exit_code, len(runs)) == (1, count) and "x: failed: b; left: b" in shown.output, shown
     assert runs[2][-2:] == ["--flag", "x"] and "a: MLA decode" in (tmp_path / "results/v9/README.md").read_text()
     assert "x: failed: none; left: b" in CliRunner().invoke(app, ["v9", "--part", "x", "--seconds", "-1"]).output
+    assert "left: none" in CliRunner().invoke(app, ["v9", "--part", "x", "--share", "1/2"]).output
+
+
+@pytest.mark.parametrize("name", [*release.MODELS, "v4"])
+def test_a_release_makes_the_models_that_it_serves(tmp_path, name):
+    release.make_model(tmp_path / name)
+    assert (tmp_path / name / "config.json").exists() and (tmp_path / name / "tokenizer.json").exists()
 
 
 def test_the_commands_of_a_release_are_known():
