@@ -141,7 +141,7 @@ struct Block {
   // Of the task t.
   CUTE_DEVICE void write(int request, const Sum& sum, const Totals& totals, unsigned t) const {
     const int dim = first_dim + t * 16;
-    write_rows<Form>(params, sum, totals, request, first_row, dim);
+    write_rows<Form>(params, sum, totals, request, first_row, dim, params.partials != PartialLayout::kColumns);
     if (dim == 0) write_lse<Form>(params, totals, request, first_row);
   }
 

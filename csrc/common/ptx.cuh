@@ -192,6 +192,13 @@ CUTE_DEVICE void load_if(bool wanted, const void* from, uint2& value) {
       : "memory");
 }
 
+// Loads of a word that leave in the order in which they are written.
+CUTE_DEVICE int32_t load_in_order(const int32_t* from) {
+  int32_t value;
+  asm volatile("ld.volatile.global.s32 %0, [%1];" : "=r"(value) : "l"(from) : "memory");
+  return value;
+}
+
 // load_if for what is read once: it leaves L1 alone.
 CUTE_DEVICE void load_once_if(bool wanted, uint64_t from, uint4& value) {
   asm volatile(

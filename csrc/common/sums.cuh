@@ -18,7 +18,7 @@ constexpr float kNoSplit = -FLT_MAX;
 // How a lane holds a partial, four values at a time: see PartialLayout.
 //
 // O^T, of which the lanes have two neighbouring rows of the output (columns of O^T) and two value dims. They are 8 apart or
-// neighbours, as params.partials says.
+// neighbours, which whoever writes the result has to say.
 template <class Vector_>
 struct OfColumns {
   using Vector = Vector_;
@@ -82,9 +82,11 @@ CUTE_DEVICE float2 last_scale(const ResultParams& params, const Totals& totals, 
   return {sum.x == 0.0f ? 0.0f : __fdividef(1.0f, sum.x), sum.y == 0.0f ? 0.0f : __fdividef(1.0f, sum.y)};
 }
 
-// Write a lane's part of the result, two rows of it transposed between the lanes to rows of 8 value dims.
+// Write a lane's part of the result, two rows of it transposed between the lanes to rows of 8 value dims. paired: the two value dims
+// are neighbours.
 template <class Form>
-CUTE_DEVICE void write_rows(const ResultParams& params, const Sum& sum, const Totals& totals, int request, int first_row, int dim) {
+CUTE_DEVICE void write_rows(const ResultParams& params, const Sum& sum, const Totals& totals, int request, int first_row, int dim,
+                            bool paired) {
   const int lane = threadIdx.x % kWarpSize;
   const float2 scale = last_scale<Form>(params, totals, first_row);
   const auto pack_out = [&](float a, float b) {
@@ -99,7 +101,7 @@ CUTE_DEVICE void write_rows(const ResultParams& params, const Sum& sum, const To
   const int row = first_row + lane / 4;
   auto* out = static_cast<uint16_t*>(params.out) + dim;
   out += request * params.out_stride_batch + row * params.out_stride_row;
-  const bool paired = !Form::kOneRow && params.partials != PartialLayout::kColumns;
+  paired = paired && !Form::kOneRow;
   const uint2 dims = paired ? neighbouring_dims<true>(low, high) : neighbouring_dims<false>(low, high);
   if (row < params.rows) *reinterpret_cast<uint2*>(out + (paired ? lane_dim<true>(lane) : lane_dim<false>(lane))) = dims;
 }

@@ -81,9 +81,9 @@ class SplitWalk {
     begin_tile_ = begin_split_ = 0;  // all but the first split begin their request
   }
 
-  // The producers walk so: they read its length.
+  // The producers walk so: they read its length, behind what they have asked for of its pages.
   CUTE_DEVICE Split next() {
-    return next([&] { return min(max(params_.seq_lens[request_], 0), kMostTokens); });
+    return next([&] { return min(max(ptx::load_in_order(params_.seq_lens + request_), 0), kMostTokens); });
   }
   // The consumers are told it; what else there is to read is on its way meanwhile.
   template <class Length>

@@ -93,7 +93,8 @@ CUTE_DEVICE void sum_parts(Shared<T>& shared, const DecodeParams& params, int re
     const int first_row = row_group * T::kRowTile + block * 8;
     CUTE_UNROLL
     for (int t = 0; t < kTasks; ++t) {
-      write_rows<Columns>(params, sums[t], totals, request, first_row, (task + t * kWarpsOfBlock) * kTaskDims);
+      const int dim = (task + t * kWarpsOfBlock) * kTaskDims;
+      write_rows<Columns>(params, sums[t], totals, request, first_row, dim, T::kPairedDims);
     }
     if (task == 0) etap::write_lse<Columns>(params, totals, request, first_row);
   }

@@ -35,7 +35,7 @@ class PageFetcher {
  private:
   CUTE_DEVICE int fetch(int first_part) const {
     const int page = params_.parts_per_page.div(first_part + lane_);
-    return uint32_t(page) < uint32_t(params_.max_pages) ? pages_[page] : -1;
+    return uint32_t(page) < uint32_t(params_.max_pages) ? ptx::load_in_order(pages_ + page) : -1;
   }
 
   const DecodeParams& params_;

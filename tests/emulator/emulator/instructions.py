@@ -344,7 +344,7 @@ def _cvt(t: Translator, item: Instruction, mask: str) -> str:
 def _memory_shape(item: Instruction) -> tuple[str, int, str]:
     """Space, number of items and type of a load or store."""
     spaces = r"(shared|shared::cluster|param|global)(?:(?<=global)\.(?:cg|L1::no_allocate))?"
-    shape = re.fullmatch(rf"(?:ld|st)\.{spaces}(?:\.v([24]))?\.(\w+)", item.opcode)
+    shape = re.fullmatch(rf"(?:ld|ld\.volatile|st)\.{spaces}(?:\.v([24]))?\.(\w+)", item.opcode)
     if shape is None or shape[3] not in DTYPES:
         raise UnknownInstruction(str(item))
     return shape[1].removeprefix("shared::"), int(shape[2] or 1), shape[3]
