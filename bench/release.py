@@ -34,17 +34,18 @@ CHECKS |= {"random-sparse-cases": "random-cases --count 3000 --seed 1 --sparse"}
 CHECKS |= {f"flashmla-{name}": f"suites flashmla-{name} --checkout FlashMLA" for name in ("dense", "sparse", "v4")}
 
 
-def servers(engine: str, own: str, peer: str, sparse_peer: str, v4_flags: str) -> dict[str, str]:
-    """What runs beside one engine, which has these names for ETAP and its own backends, and flags for DeepSeek-V4."""
-    in_fp8 = f"{sparse_peer}+fp8,{own}+fp8"
+def servers(engine: str, own: str, peer: str, sparse: str, at_once: str = "", of_v4: str = "") -> dict[str, str]:
+    """What runs beside one engine: its names for ETAP and its own backends, options for several servers at a time, and
+    for DeepSeek-V4's."""
+    in_fp8 = f"{sparse}+fp8,{own}+fp8"
     answers = {"r1": f"{peer},{own},{own}+shared", "v3.2": f"{in_fp8},{own}+fp8+engine_top_k", "glm-5": in_fp8}
     found = {
-        f"answers-{model}-{engine}": f"answers {FOLDER / model} --engine {engine} --seeded --backends {backends}"
-        for model, backends in answers.items()
+        f"answers-{model}-{engine}": f"answers {FOLDER / model} --engine {engine} --seeded --backends {names}{at_once}"
+        for model, names in answers.items()
     }
-    found |= {f"answers-v4-{engine}": f"answers {FOLDER / 'v4'} --engine {engine} --seeded -- {v4_flags}"}
+    found |= {f"answers-v4-{engine}": f"answers {FOLDER / 'v4'} --engine {engine} --seeded{of_v4}"}
     steps = {"decode-short --only 16K": (own, peer), "shared-prefix": (f"{own}+shared", own, peer)}
-    steps |= {"decode-sparse --only 16K": (f"{own}+fp8", f"{sparse_peer}+fp8")}
+    steps |= {"decode-sparse --only 16K": (f"{own}+fp8", f"{sparse}+fp8")}
     steps |= {"top-k": (f"{own}+fp8", f"{own}+fp8+engine_top_k")} if engine == "vllm" else {}
     for name, backends in steps.items():
         named = " ".join(f"--backend {backend}" for backend in backends)
@@ -52,13 +53,14 @@ def servers(engine: str, own: str, peer: str, sparse_peer: str, v4_flags: str) -
     return found | {f"soak-{engine}": f"soak {FOLDER / 'r1'} --engine {engine} --seeded --seconds 600"}
 
 
-V4_FLAGS = "--kv-cache-dtype fp8 --block-size 256"
+AT_ONCE = " --parallel 3 -- --kv-cache-memory-bytes 6000000000 --gpu-memory-utilization 0.2"
+V4 = ' -- --kv-cache-dtype fp8 --block-size 256 --kernel-config {"enable_jit_warmup":false}'
 PARTS = {
     "kernels": KERNELS,
     "proxy": {f"{name}-h20-proxy": f"{KERNELS[name]} --h20-proxy" for name in PROXY},
     "checks": CHECKS,
-    "vllm": servers("vllm", "ETAP", "FLASHMLA", "FLASHMLA_SPARSE", V4_FLAGS),
-    "sglang": servers("sglang", "etap", "flashmla", "dsa", ""),
+    "vllm": servers("vllm", "ETAP", "FLASHMLA", "FLASHMLA_SPARSE", AT_ONCE, V4),
+    "sglang": servers("sglang", "etap", "flashmla", "dsa"),
 }
 """By part: names of the results files, and the commands that make them."""
 
