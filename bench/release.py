@@ -50,7 +50,7 @@ def servers(engine: str, own: str, peer: str, sparse: str, at_once: str = "", of
     for name, backends in steps.items():
         named = " ".join(f"--backend {backend}" for backend in backends)
         found[f"serve-{name.split()[0]}-{engine}"] = f"serve {name} --engine {engine} --turns 1 {named}"
-    return found | {f"soak-{engine}": f"soak {FOLDER / 'r1'} --engine {engine} --seeded --seconds 600"}
+    return found | {f"soak-{engine}": f"soak {FOLDER / 'r1'} --engine {engine} --seeded --seconds 400"}
 
 
 AT_ONCE = " --parallel 3 -- --kv-cache-memory-bytes 6000000000 --gpu-memory-utilization 0.2"
