@@ -44,7 +44,7 @@ struct ScheduleParams {
   const int32_t* merged = nullptr;
 };
 
-enum class QueryType : int32_t { kBFloat16, kFloat16, kE4M3 };
+enum class QueryType : uint8_t { kBFloat16, kFloat16, kE4M3 };
 
 // The paged cache. Strides in bytes.
 struct PagedCache {
@@ -177,6 +177,10 @@ struct DecodeParams : ResultParams {
   const float* kv_scale = nullptr;
   const float* q_scale = nullptr;
   QueryType query_type;
+  // Of a row's number within its member, in a call of stacks; rows fill tiles, so they are powers of two. Here, since the compiler reads
+  // them in every call.
+  uint8_t member_row_bits = 0;
+  uint8_t member_head_bits = 0;
   int32_t max_pages = 0;
   // Dense attention alone.
   PagedCache cache = {};
@@ -192,8 +196,6 @@ struct DecodeParams : ResultParams {
   const int32_t* stack_count = nullptr;  // of this step
   int32_t stack_places = 0;              // members that a stack has room for
   int32_t requests = 0;                  // of q and block_table
-  int32_t member_row_bits = 0;           // of a row's number within its member; rows fill tiles, so they are powers of two
-  int32_t member_head_bits = 0;
 };
 
 // Partial results as the merge of a call with shared prefixes reads them: of stacks, or of what requests have of their own.
