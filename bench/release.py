@@ -2,7 +2,7 @@
 
 What is there and complete is skipped, and no run begins after --seconds, so the same command is repeated until nothing
 is left; with two GPUs one command takes --share 1/2, the other 2/2. The page results/VERSION/README.md is written anew
-each time. An H200 takes some 12 minutes for the kernels, 4 for the proxy, 8 for the checks, 25 for each engine.
+each time.
 """
 
 from __future__ import annotations
@@ -39,18 +39,20 @@ def servers(engine: str, own: str, peer: str, sparse: str, at_once: str = "", of
     for DeepSeek-V4's."""
     in_fp8 = f"{sparse}+fp8,{own}+fp8"
     answers = {"r1": f"{peer},{own},{own}+shared", "v3.2": f"{in_fp8},{own}+fp8+engine_top_k", "glm-5": in_fp8}
+    modes = {"r1": " --modes plain,mtp"}
     found = {
-        f"answers-{model}-{engine}": f"answers {FOLDER / model} --engine {engine} --seeded --backends {names}{at_once}"
+        f"answers-{model}-{engine}": f"answers {FOLDER / model} --engine {engine} --seeded --backends {names}"
+        f"{modes.get(model, '')}{at_once}"
         for model, names in answers.items()
     }
     found |= {f"answers-v4-{engine}": f"answers {FOLDER / 'v4'} --engine {engine} --seeded{of_v4}"}
     steps = {"decode-short --only 16K": (own, peer), "shared-prefix": (f"{own}+shared", own, peer)}
-    steps |= {"decode-sparse --only 16K": (f"{own}+fp8", f"{sparse}+fp8")}
+    steps |= {"decode-sparse --only 16K": (f"{own}+fp8", f"{sparse}+fp8"), "mtp --only 16K": (own, peer)}
     steps |= {"top-k": (f"{own}+fp8", f"{own}+fp8+engine_top_k")} if engine == "vllm" else {}
     for name, backends in steps.items():
         named = " ".join(f"--backend {backend}" for backend in backends)
         found[f"serve-{name.split()[0]}-{engine}"] = f"serve {name} --engine {engine} --turns 1 {named}"
-    return found | {f"soak-{engine}": f"soak {FOLDER / 'r1'} --engine {engine} --seeded --seconds 400"}
+    return found | {f"soak-{engine}": f"soak {FOLDER / 'r1'} --engine {engine} --seeded --mode mtp --seconds 400"}
 
 
 AT_ONCE = " --parallel 3 -- --kv-cache-memory-bytes 6000000000 --gpu-memory-utilization 0.2"

@@ -42,14 +42,9 @@ SURE, TIE = (0.15, 0.30), 0.06
 ODD = {("H20-141G", kind, rows, 8, 2048.0) for kind in ("sparse", "sparse_fp8") for rows in (8, 16)}
 ODD |= {("H200", "top_k", 32768, 32, 32768.0)}
 """Shapes on which ETAP, or vLLM's selection, took longer than on twice as much: they are not fitted, and not judged."""
-WIDER = {
-    ("H200", "bfloat16", 32, "FA3"): 1.1,
-    ("H200", "bfloat16", 128, "FlashInfer"): 1.1,
-    ("H200", "top_k", 8192, ENGINES): 1.1,
-}
+WIDER = {("H200", "bfloat16", 32, "FA3"): 1.1, ("H200", "bfloat16", 128, "FlashInfer"): 1.1}
 """Kernels whose calls may be a tenth further off: of FA3 one shape took 45 us as 8 heads x 4 and 62 us as 16 heads x 2
-query tokens; FlashInfer took twice as long for 16 x 256 as for 16 x 128, and no form has both; vLLM's selection took
-7.0 us for 16 rows of 8K, 6.2 for 64."""
+query tokens; FlashInfer took twice as long for 16 x 256 as for 16 x 128, and no form has both."""
 BY_HAND = ("indexer", "top_k")
 SELECTIONS = {"ETAP": ETAP, "vLLM cooperative": ENGINES}
 INDEXER = 64, 128, 132  # heads, columns and bytes of a key
@@ -106,9 +101,11 @@ def timed_calls(folder: Path) -> list[Timed]:
         if not isinstance(document, dict) or document.get("kind") not in (*KINDS, "top-k"):
             continue
         gpu = next((plan for name, plan in GPUS.items() if name in document["gpu"]), None)
+        if gpu is None:
+            continue
         if document["kind"] == "top-k":
-            found += [one for row in document["rows"] for one in _of_choice(row, gpu or "", path.name)]
-        elif gpu is not None and not document["libraries"]:
+            found += [one for row in document["rows"] for one in _of_choice(row, gpu, path.name)]
+        elif not document["libraries"]:
             rows = [row for row in document["rows"] if not row.get("common")]  # the plan knows none of these
             found += [one for row in rows for one in _of_row(row, gpu, document["kind"], path.name)]
     if not found:

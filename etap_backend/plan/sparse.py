@@ -17,8 +17,6 @@ from etap_backend.plan.step import ETAP, NAMES, Attention, Plan, attention, chec
 
 # A FlashMLA call takes longer in vLLM's steps of DeepSeek-V4: metadata, copies, and vLLM's own build.
 V4_IN_VLLM_US, V4_IN_VLLM = 6.5, "6.5 us more, fitted to six steps in results/e2e-decode-v4-vllm.json"
-
-
 LOGITS, ENGINES = "DeepGEMM", "vLLM"
 """Who computes an indexer's logits, and whose selection ETAP's is compared with."""
 
