@@ -8,7 +8,7 @@ import contextlib
 import importlib
 from typing import TYPE_CHECKING
 
-__version__ = "0.2.0.dev0"
+__version__ = "0.2.0"
 with contextlib.suppress(ImportError):  # a source tree was not built
     __version__ = importlib.import_module("etap_backend._build").VERSION
 

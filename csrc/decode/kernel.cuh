@@ -167,7 +167,7 @@ __global__ void __maxnreg__((registers<T, kWholeTiles>().launch))
   }
   const int warp = cutlass::canonical_warp_idx_sync();
   if (threadIdx.x % kWarpSize == 0) init_barriers<T, kWholeTiles>(shared, gathered, query_maps.usable, warp);
-  // Here, where warps wait for each other: what they read of the parameters for it comes while one reads of others.
+  // Asked behind the barriers' set-up: the parameters that it reads arrive while other warps read theirs.
   if constexpr (kStacks<T>) {
     if (params.call_of == CallOf::kStacks && is_without_stacks(params)) return;
   }

@@ -56,7 +56,7 @@ struct LengthQueue {
 class SplitWalk {
  public:
   CUTE_DEVICE SplitWalk(const DecodeParams& params, int partition) : params_(params) {
-    // All at once: the compiler would put questions between the loads, each of which has a long way.
+    // Both loads are issued together. Left to itself, the compiler waits for the first before it issues the second.
     uint4 range, splits;
     const auto* const words = reinterpret_cast<const char*>(params.work_ranges + partition);
     ptx::load_if(true, words, range);
