@@ -87,9 +87,10 @@ def flashinfer(inputs: Inputs) -> Call:
     from flashinfer.mla import BatchMLAPagedAttentionWrapper
 
     s_q, heads = inputs.q.shape[1:3]
-    batch, pages = inputs.block_table.shape
-    page_starts = torch.arange(batch + 1, dtype=torch.int32, device=inputs.q.device) * pages
-    page_ids = inputs.block_table.flatten()
+    pages = -(-inputs.seq_lens // inputs.workload.page_size)
+    page_starts = pad(pages.cumsum(0, dtype=torch.int32), (1, 0))
+    places = torch.arange(inputs.block_table.shape[1], device=pages.device)
+    page_ids = inputs.block_table[places < pages[:, None]]
     buffer = torch.empty(128 << 20, dtype=torch.int8, device=inputs.q.device)
     wrapper = BatchMLAPagedAttentionWrapper(buffer, backend="fa3")
     lists, sizes = (inputs.query_starts, page_starts, page_ids, inputs.seq_lens), (heads, LATENT_DIM, ROPE_DIM)

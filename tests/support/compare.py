@@ -37,7 +37,7 @@ FP8_MATH_COSINE = 1e-3
 FP8_MATH_COSINE_ALIKE = 1.5e-3
 FP8_MATH_COSINE_ROUNDED_QUERIES = 2e-3
 FP8_MATH_LSE_ROUNDED_QUERIES = 0.25
-# Hopper adds e4m3 products with some 14 bits of the largest product that it adds at a time.
+# Hopper adds e4m3 products with some 14 bits of the largest product that it adds at a time; of scores below it, or 1.
 FP8_MATH_LSE = 2e-3
 # Deviations of a sum of independent roundings: one in 5 * 10^8 elements is beyond, and a case has up to 5 * 10^7.
 SIGMAS = 6
@@ -199,10 +199,28 @@ def measures(out: torch.Tensor, lse: torch.Tensor, problem: Problem, wanted: Tru
     if problem.case.fp8_math and bool((cosine > cosine_limit).any()):
         of_executor = cosine_difference(executed(problem).double(), wanted.out)
         cosine_limit = torch.maximum(cosine_limit, FACTOR * of_executor)
+    if problem.case.fp8_math and bool((lse_error > lse_limit).any()):
+        lse_limit = lse_limit * largest_product(problem).clamp(min=1)
     found = [Measure("cosine difference", cosine, cosine_limit), Measure("log-sum-exp error", lse_error, lse_limit)]
     if not problem.case.fp8_math:
         found.append(largest_error(error.flatten(1).abs(), wanted.max_error.flatten(1), "largest error"))
         found.append(Measure("relative RMSE", relative_rmse(error, wanted.out), wanted.rmse))
+    return found
+
+
+def largest_product(problem: Problem) -> torch.Tensor:
+    """The largest product that scores are sums of, float64 [batch]; at most, as of any query's and any key's column."""
+    pages, page_size = problem.kv_cache.shape[:2]
+    rows, scale = problem.kv_cache.reshape(pages, page_size, -1), SOFTMAX_SCALE
+    for factor in (problem.q_scale, problem.kv_scale):
+        scale *= 1.0 if factor is None else factor.item()
+    found = torch.zeros(len(problem.seq_lens), dtype=torch.float64, device=rows.device)
+    for request, length in enumerate(problem.seq_lens.tolist()):
+        used = problem.block_table[request, : -(-length // page_size)].tolist()
+        keys = [rows[page].double().abs() for page in used]
+        if keys:
+            largest = torch.cat(keys)[:length].amax(0) * problem.q[request].double().abs().flatten(0, 1).amax(0)
+            found[request] = largest.amax() * scale
     return found
 
 
