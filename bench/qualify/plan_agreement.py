@@ -94,9 +94,9 @@ class Timed:
 
 
 def timed_calls(folder: Path) -> list[Timed]:
-    """All measured calls that the plan knows, in the files of a folder. Raises ValueError where it has none."""
+    """All measured calls that the plan knows, in the files of a folder and of those in it. ValueError where there is none."""
     found = []
-    for path in sorted(folder.glob("*.json")):
+    for path in sorted(folder.rglob("*.json")):
         document = read_json(path)
         if not isinstance(document, dict) or document.get("kind") not in (*KINDS, "top-k"):
             continue

@@ -213,7 +213,7 @@ def test_the_indexer_takes_at_least_its_products_or_its_keys():
 
 
 def test_choosing_tokens_takes_what_was_measured():
-    """results/next/top-k.json: DeepGEMM's logits, ETAP's selection and vLLM's, 16 x 32K; DeepSeek-V4 has 8K keys."""
+    """results/0.2.0/top-k.json: DeepGEMM's logits, ETAP's selection and vLLM's, 16 x 32K; DeepSeek-V4 has 8K keys."""
     made = make_plan(V32, H200, on(context=32 * K))
     assert [made.indexer.call_us, *(one.call_us for one in made.selections)] == pytest.approx(
         [22.0, 8.3, 12.5], rel=0.15
