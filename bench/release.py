@@ -25,13 +25,15 @@ MODELS = {"r1": "deepseek-r1", "v3.2": "deepseek-v3.2", "glm-5": "glm-5-fp8"}
 """Models of four layers, one of eight ranks' heads and bfloat16 weights, for answers and soak; and DeepSeek-V4."""
 FOLDER = Path("build/models")
 KERNELS = {name: f"kernels {name} --behind" for name in ("targets", "targets-fp8", "short", "sparse", "v4")}
-KERNELS |= {name: f"kernels {name}" for name in ("heads", "mtp", "pages", "paper", "shared", "sparse-prefill")}
-KERNELS |= {"heads-fp8": "kernels heads --kv-dtype fp8", "top-k": "top-k"}
+KERNELS |= {name: f"kernels {name}" for name in ("heads", "mtp", "pages", "shared", "sparse-prefill")}
+KERNELS |= {"heads-fp8": "kernels heads --kv-dtype fp8", "top-k": "top-k --skip FlashInfer"}  # which compiles for long
 KERNELS |= {name: f"kernels {name} --no-validate --replays 5 --skip triton" for name in ("wide", "wide-64")}
-PROXY = ("targets", "targets-fp8", "heads-fp8", "mtp", "paper", "sparse", "v4")
+PROXY = {name: KERNELS[name] for name in ("targets", "targets-fp8", "heads-fp8", "mtp", "sparse", "v4")}
+PROXY |= {"paper": "kernels paper"}
 CHECKS = {"random-cases": "random-cases --count 3000 --seed 1", "sanitize": "sanitize"}
-CHECKS |= {"random-sparse-cases": "random-cases --count 3000 --seed 1 --sparse"}
-CHECKS |= {f"flashmla-{name}": f"suites flashmla-{name} --checkout FlashMLA" for name in ("dense", "sparse", "v4")}
+CHECKS |= {"random-sparse-cases": "random-cases --count 2000 --seed 1 --sparse"}
+CHECKS |= {f"flashmla-{name}": f"suites flashmla-{name} --checkout FlashMLA" for name in ("dense", "sparse")}
+CHECKS |= {"flashmla-v4": "suites flashmla-v4 --checkout FlashMLA --part 1/12"}
 
 
 def servers(engine: str, own: str, peer: str, sparse: str, at_once: str = "", of_v4: str = "") -> dict[str, str]:
@@ -59,7 +61,7 @@ AT_ONCE = " --parallel 3 -- --kv-cache-memory-bytes 6000000000 --gpu-memory-util
 V4 = ' -- --kv-cache-dtype fp8 --block-size 256 --kernel-config {"enable_jit_warmup":false}'
 PARTS = {
     "kernels": KERNELS,
-    "proxy": {f"{name}-h20-proxy": f"{KERNELS[name]} --h20-proxy" for name in PROXY},
+    "proxy": {f"{name}-h20-proxy": f"{command} --h20-proxy" for name, command in PROXY.items()},
     "checks": CHECKS,
     "vllm": servers("vllm", "ETAP", "FLASHMLA", "FLASHMLA_SPARSE", AT_ONCE, V4),
     "sglang": servers("sglang", "etap", "flashmla", "dsa"),
@@ -87,10 +89,13 @@ def main(
     part: Annotated[str, typer.Option(help=f"One of {', '.join(PARTS)}.")],
     seconds: Annotated[float, typer.Option(help="No run begins later.")] = 1e9,
     share: Annotated[str, typer.Option(help="Of the part's runs, 1/2 or 2/2 beside another GPU.")] = "1/1",
+    peers: Annotated[Path | None, typer.Option(help="Part proxy: a file of kernels that are built for it.")] = None,
 ) -> None:
     """Run what is missing of a release's measurements; exit with 1 when something failed or is left."""
     if part not in PARTS:
         raise typer.BadParameter(f"--part: wanted one of {', '.join(PARTS)}, got {part}")
+    if peers and part != "proxy":
+        raise typer.BadParameter(f"--peers: wanted with the part proxy, got {part}")
     if not (found := re.fullmatch(r"([1-9])/([1-9])", share)) or int(found[1]) > int(found[2]):
         raise typer.BadParameter(f"--share: wanted 1/2, 2/2 or the like, got {share}")
     begin, step = int(found[1]) - 1, int(found[2])
@@ -103,7 +108,8 @@ def main(
         for model in (Path(word) for word in command.split() if Path(word).parent == FOLDER):
             if not (model / "config.json").exists():
                 make_model(model)
-        run = ["-m", "bench", *command.split(), "--output", str(files[name]), *f"{mark}{flags}".split()]
+        more = ["--peers", str(peers)] if peers else []
+        run = ["-m", "bench", *command.split(), *more, "--output", str(files[name]), *f"{mark}{flags}".split()]
         typer.echo(shlex.join(["python", *run]))
         failed += [name] if subprocess.run([sys.executable, *run]).returncode else []
     if there := sorted(Path("results", version).glob("*.json")):

@@ -255,6 +255,7 @@ def main(
     width: Annotated[int, typer.Option(help="Columns of the logits: a server's longest context.")] = 163840,
     k: Annotated[int, typer.Option(help="Positions to select where a case does not say.")] = 2048,
     only: Annotated[list[str] | None, typer.Option(help="Time only this kernel; may be repeated.")] = None,
+    skip: Annotated[list[str] | None, typer.Option(help="Leave out kernels that begin so; may be repeated.")] = None,
     replays: Annotated[int, typer.Option(min=2, help="Graph replays per kernel and case.")] = 41,
     output: Annotated[Path | None, typer.Option(help="JSON file.")] = None,
 ) -> None:
@@ -264,6 +265,9 @@ def main(
         chosen = [case_of(text, width, k) for text in cases or DEFAULT_CASES]
         if unknown := sorted(set(only or []) - set(PEERS)):
             raise ValueError(f"--only: wanted some of {', '.join(PEERS)}, got {', '.join(unknown)}")
+        names = [name for name in only or PEERS if not name.startswith(tuple(skip or []))]
+        if not names:
+            raise ValueError(f"--skip: wanted a kernel left to time, got {', '.join(skip or [])}")
         if output:
             results.must_be_writable(output)
     except ValueError as error:
@@ -272,7 +276,7 @@ def main(
     document = document_of(logits)
     for case in chosen:
         row = {"rows": case.rows, "length": case.length, "width": case.width, "k": case.k}
-        row["results"] = measure(case, WRITERS[logits](case), only or list(PEERS), replays)
+        row["results"] = measure(case, WRITERS[logits](case), names, replays)
         typer.echo(text_of(row))
         document["rows"].append(row)
         document["complete"] = len(document["rows"]) == len(chosen)

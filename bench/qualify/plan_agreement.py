@@ -94,7 +94,7 @@ class Timed:
 
 
 def timed_calls(folder: Path) -> list[Timed]:
-    """All measured calls that the plan knows, in the files of a folder and of those in it. ValueError where there is none."""
+    """All measured calls that the plan knows, in the files of a folder and of those below. ValueError: it has none."""
     found = []
     for path in sorted(folder.rglob("*.json")):
         document = read_json(path)
