@@ -22,7 +22,7 @@ FLASHMLA = "vllm.third_party.flashmla.flash_mla_interface"
 FLASHMLA_PAGE_SIZE = 64
 
 
-def _flashmla_dense(inputs: Inputs) -> dict:
+def flashmla_dense(inputs: Inputs) -> dict:
     """Arguments of FlashMLA's dense calls, in bfloat16 and FP8."""
     if inputs.workload.page_size != FLASHMLA_PAGE_SIZE:
         raise NotImplementedError(f"takes pages of {FLASHMLA_PAGE_SIZE} tokens")
@@ -38,7 +38,7 @@ def _flashmla_lists(inputs: Inputs) -> dict:
 
 def flashmla(inputs: Inputs) -> Call:
     """The first call fills the metadata."""
-    interface, given = importlib.import_module(FLASHMLA), _flashmla_dense(inputs)
+    interface, given = importlib.import_module(FLASHMLA), flashmla_dense(inputs)
     metadata = interface.get_mla_metadata()[0]
 
     def call(kv_cache: Tensor) -> Tensor:
@@ -52,7 +52,7 @@ def flashmla_fp8(inputs: Inputs) -> Call:
     from vllm.v1.attention.ops.flashmla import flash_mla_with_kvcache_fp8, get_mla_metadata_dense_fp8
 
     s_q, heads = inputs.q.shape[1:3]
-    given = _flashmla_dense(inputs)
+    given = flashmla_dense(inputs)
     metadata, splits = get_mla_metadata_dense_fp8(inputs.seq_lens, s_q * heads, 1)
     q, scale = to_fp8(inputs.q, inputs.kv_scale), inputs.kv_scale_tensor  # vLLM rounds queries before the call
 
@@ -154,9 +154,7 @@ def flashmla_sparse_fp8(inputs: Inputs, *, pad_in_call: bool = True) -> Call:
 
 def flashmla_sparse(inputs: Inputs, *, pad_in_call: bool = True) -> Call:
     """FlashMLA's kernel for bfloat16 rows, as vLLM calls it; `pad_in_call` as above."""
-    from vllm.third_party.flashmla.flash_mla_interface import flash_mla_sparse_fwd
-
-    tokens, heads, width = inputs.q.shape
+    interface, (tokens, heads, width) = importlib.import_module(FLASHMLA), inputs.q.shape
     padded, counts = _padded_heads(heads, pad_in_call), inputs.counts(inputs.workload.length)
     q = inputs.q if pad_in_call else pad(inputs.q, (0, 0, 0, padded - heads))
 
@@ -165,8 +163,8 @@ def flashmla_sparse(inputs: Inputs, *, pad_in_call: bool = True) -> Call:
         if q.shape[1] < padded:
             queries = q.new_empty((tokens, padded, width))
             queries[:, :heads, :] = q
-        rows, lists = kv_cache.view(-1, 1, width), indices.unsqueeze(1)
-        return flash_mla_sparse_fwd(queries, rows, lists, inputs.softmax_scale, topk_length=counts)[0][:, :heads]
+        given = (queries, kv_cache.view(-1, 1, width), indices.unsqueeze(1), inputs.softmax_scale)
+        return interface.flash_mla_sparse_fwd(*given, topk_length=counts)[0][:, :heads]
 
     return call
 

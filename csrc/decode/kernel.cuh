@@ -28,7 +28,7 @@
 // Role             warps  registers (*)   does
 // consumer 0, 1    4 + 4  232 (FP8 240)   scores, softmax, output of tiles; merge; write
 // key producer     1      40 (FP8 24)     K tiles, TMA, stage by stage into the key ring
-// query producer   1      40 (FP8 24)     the query rows of each split, TMA (FP8: nothing; lists: rows)
+// query producer   1      40 (FP8 24)     the query rows of each split, TMA (lists: rows; FP8: signals the end of the kernel before)
 // query helper     2      40 (FP8 24)     with it, by cp.async, where TMA cannot
 // (*) up to 16 rows 152 and 32 where a block of the combination finds room beside the CTA: kBesideCombination
 //
@@ -36,9 +36,10 @@
 // keys             8 x 24 KB (+)          TMA bytes -> the tile's consumer(s)     4 warps, or 8 that share tiles
 // queries          1                      TMA bytes or 96 threads -> both         8 warps, after the split's last scores
 // lengths          4                      key producer -> both                    8 warps, at once
-// tile_ready       4 a consumer           key producer -> the tile's consumer     (nothing to release)
+// tile_ready       4 or 8 a consumer      key producer -> the tile's consumer     (nothing to release)
 // (+) 7 at 32 rows; query major: 18 x 8 KB; of an FP8 cache 3 to 5 whole tiles of 36 KB. There, and beside lists, consumers
-// read the query rows. Consumers wait for K in consumers/: tile_ready, then keys.wait(); hold_back() in load/ limits what is in flight.
+// read the query rows. Consumers wait for K in consumers/ by keys.wait(), where tiles alternate by tile_ready before; a tile of
+// the other consumer by the P that it hands over. hold_back() in load/ limits what is in flight.
 //
 // Up to 32 rows, time going down:
 //   consumer 0: st(0) softmax(0) ot(0)         st(2) ...          The tensor cores alternate between the two; each

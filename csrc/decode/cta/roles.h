@@ -29,7 +29,7 @@ constexpr int kQueryProducerThreads = kGroupThreads - kWarpSize;
 // Warpgroups 0 and 1 are the consumers: they compute scores, softmax and output, merge, and write. The warps of warpgroup 2 are:
 enum class WarpRole {
   kKeyProducer,    // the first warp, which brings the cache by TMA
-  kQueryProducer,  // the second, which brings the query rows by TMA or, with its helpers, cp.async; idle beside an FP8 cache
+  kQueryProducer,  // the second, which brings the query rows by TMA or, with its helpers, cp.async; see kernel.cuh for FP8 caches
   kQueryHelper,    // the third and fourth
 };
 

@@ -77,7 +77,7 @@ CUTE_DEVICE ColumnFactors normalised(float own, float other, float sum, float ro
 template <class T>
 class WarpFactors {
  public:
-  // factors(i, column): of column `column` of the i-th kScoreColumns (at most 32) of the tile.
+  // factors(i, column): of column `column` of the i-th kScoreColumns (8, 16 or 32) of the tile.
   template <class Factors>
   CUTE_DEVICE explicit WarpFactors(Factors&& factors) {
     const int lane = anew(threadIdx.x % kWarpSize);
