@@ -22,7 +22,6 @@ from functools import partial
 from pathlib import Path
 
 from torch import Tensor
-from torch.utils import cpp_extension
 
 from bench.common.provenance import commit_of
 from bench.kernels import peers
@@ -37,12 +36,14 @@ COMMITS = "proxy-peers.txt"  # in OUT: a line per checkout, name and commit
 
 def build(checkout: Path, out: Path) -> None:
     """Build a checkout's kernels and its Python package into a folder. Raises CalledProcessError if that fails."""
+    from torch.utils.cpp_extension import CUDA_HOME  # says on import where it finds CUDA
+
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder, checkout.name)
         shutil.copytree(checkout, tree, ignore=shutil.ignore_patterns(".git", "build"))
-        for path in (path for path in (tree / "csrc").rglob("*") if path.suffix in (".h", ".cpp", ".cu", ".cuh")):
-            if "cutlass" not in path.parts and SMS.search(text := path.read_text()):
-                path.write_text(SMS.sub(f"multiProcessorCount * {H20_SMS} / 132", text))
+        for path in (path for path in (tree / "csrc").rglob("*") if path.suffix in (".h", ".cpp")):
+            if "cutlass" not in path.parts:
+                path.write_text(SMS.sub(f"multiProcessorCount * {H20_SMS} / 132", path.read_text()))
         cutlass = tree / "csrc" / "cutlass"
         if not (cutlass / "include").is_dir():
             (found,) = importlib.util.find_spec("cutlass_library").submodule_search_locations  # type: ignore
@@ -50,7 +51,7 @@ def build(checkout: Path, out: Path) -> None:
             cutlass.symlink_to(Path(found, "source"))
         setup = tree / "setup.py"
         setup.write_text(setup.read_text().replace("-std=c++17", "-std=c++20"))  # as today's torch wants
-        headers = Path(cpp_extension.CUDA_HOME or "", "include", "cccl")  # nvcc looks there by itself, c++ does not
+        headers = Path(CUDA_HOME or "", "include", "cccl")  # nvcc looks there by itself, c++ does not
         environment = os.environ | {"FLASH_MLA_DISABLE_SM100": "1", "CPATH": str(headers.absolute())}
         if (fp8 := tree / "csrc/extension/sm90/dense_fp8").is_dir():
             os.environ |= environment
@@ -64,6 +65,8 @@ def build(checkout: Path, out: Path) -> None:
 
 def build_fp8(folder: Path, cutlass: Path, out: Path) -> None:
     """Build the kernel for a dense FP8 cache of vLLM's FlashMLA, with the flags of its setup.py."""
+    from torch.utils import cpp_extension
+
     names = ("HALF_OPERATORS", "HALF_CONVERSIONS", "HALF2_OPERATORS", "BFLOAT16_CONVERSIONS")
     flags = ["-O3", "-std=c++20", "-DNDEBUG", "-DNO_PYBIND11=1", *(f"-U__CUDA_NO_{name}__" for name in names)]
     flags += ["--expt-relaxed-constexpr", "--expt-extended-lambda", "--use_fast_math", "-gencode"]

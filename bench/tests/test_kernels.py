@@ -18,6 +18,7 @@ from bench.kernels.floors import FLOORS, floor_for
 from bench.kernels.grids import Workload, read_grid
 from bench.kernels.measure import MAX_RMSE, Options, Row
 from bench.kernels.providers import BF16_CACHE, ETAP, FP8_MATH, SHARED, SHARED_MATH, Provider
+from bench.qualify import proxy_peers
 from etap_backend import _library, _operator
 from etap_backend.reference import relative_rmse
 
@@ -188,6 +189,14 @@ def test_a_files_peers_stand_beside_etap_and_are_checked(tmp_path):
         path.write_text(text)
         with pytest.raises(ValueError, match="--peers: "):
             providers.with_file(providers.AVAILABLE, path)
+
+
+def test_the_peers_of_the_h20_proxy_are_of_every_kind():
+    path = Path(proxy_peers.__file__)
+    found, _ = providers.with_file(providers.own(), path)
+    assert all("FlashMLA" in kernels for kernels in found.values()) and "authors' ETAP" in found["plain"]
+    counted = proxy_peers.SMS.sub("multiProcessorCount * 78 / 132", "int n = of->multiProcessorCount;")
+    assert counted == "int n = of->multiProcessorCount * 78 / 132;"
 
 
 def test_without_a_choice_etap_and_the_installed_peers_are_timed(monkeypatch):
