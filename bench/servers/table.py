@@ -9,6 +9,7 @@ from bench.common.tables import provenance_line, table
 from bench.common.units import load_text
 
 HOST_TOLERANCE = 0.10
+ALONE = ("shared", "engine_top_k")  # words of Variant that other backends lack
 TITLES = ["requests x input/output, prefill", "backend", "/ ETAP", "tokens/s per GPU", "host ms", "readings"]
 
 
@@ -69,8 +70,8 @@ def cells(document: dict) -> list[list[str]]:
 
 
 def _etap_like(name: str, names: dict) -> str | None:
-    """ETAP's backend with the same cache, among these names."""
-    words = name.partition("+")[2]
+    """ETAP's backend with the same cache, among these names, as it is without what it may do besides."""
+    words = "+".join(word for word in name.split("+")[1:] if word not in ALONE)
     return next((one for one in names if one.lower().partition("+")[0::2] == ("etap", words)), None)
 
 

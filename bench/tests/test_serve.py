@@ -137,6 +137,12 @@ def test_readings_at_another_host_speed_are_void():
     assert lines[2] == ["void", "-", "-", "20.0 to 20.0", "0, 1 void"]
 
 
+def test_what_etap_does_besides_is_compared_with_etap():
+    rows = [reading("ETAP+fp8", 10.0), reading("ETAP+fp8+engine_top_k", 10.0, 12.0), reading("ETAP", 10.0, 20.0)]
+    lines = table.cells({"kind": "serve", "rows": rows, "gpus": 1})
+    assert [line[3] for line in lines[1:]] == ["1.000", "1.200", "1.000"]
+
+
 @pytest.mark.parametrize("name", list(configs.read_toml_table(scenarios.SCENARIOS)))
 def test_shipped_scenarios_name_backends_models_and_plugins(name, tmp_path):
     scenario = read_scenario(name)
