@@ -38,8 +38,8 @@ def outcome(document: dict) -> str:
     """Whether a check passed, with its own words where it has some."""
     failures = document.get("failures") or document.get("wrong") or document.get("failed")
     if failures or document.get("complete") is False:
-        first = str(failures[0] if isinstance(failures, list) and failures else failures or document.get("stopped"))
-        return f"failed: {first[:MAX_TEXT]}"
+        first = failures[0] if isinstance(failures, list) and failures else failures or document.get("stopped")
+        return f"failed: {str(document.get('outcome') or first)[:MAX_TEXT]}"
     return str(document.get("outcome") or "passed")[:MAX_TEXT]
 
 
@@ -108,7 +108,8 @@ def check(document: dict) -> list[str]:
     count = (
         sum(each.get("cases", each.get("wanted", 0)) for each in cases.values()) if isinstance(cases, dict) else cases
     )
-    return [document["what"], number(count, 0), outcome(document), document.get("gpu", "unknown GPU")]
+    part = f", part {document['part']}" if document.get("part", "1/1") != "1/1" else ""
+    return [document["what"] + part, number(count, 0), outcome(document), document.get("gpu", "unknown GPU")]
 
 
 def body(section: str, documents: list[tuple[str, dict]], page: bool) -> str:
@@ -122,7 +123,10 @@ def body(section: str, documents: list[tuple[str, dict]], page: bool) -> str:
         return "\n\n".join(servers.text(name, one) for name, one in documents)
     if section == "Answers":
         return "\n\n".join(answers(name, one) for name, one in documents)
-    sources = "\n".join(f"- {name}: {provenance_line(one)}" for name, one in documents)
+    notes = [f"{one['note'].rstrip('.')}. " if one.get("note") else "" for _, one in documents]
+    sources = "\n".join(
+        f"- {name}: {note}{provenance_line(one)}" for (name, one), note in zip(documents, notes, strict=True)
+    )
     if section == "Soaks":
         return f"{soaks(documents)}\n\n{sources}"
     if section == "Other checks":

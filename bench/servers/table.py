@@ -80,6 +80,7 @@ def text(name: str, document: dict) -> str:
     model = f"{document['model']}, {document['weights']}; {document['gpus']} GPUs"
     failed = [f"failed: {one}" for one in document.get("failures", [])]
     stopped = [f"stopped {document['stopped']}"] if document.get("stopped") else []
+    stopped += ["not complete: the command asks for more"] if document.get("complete") is False else []
     lines = [model, document["note"], *document.get("skipped", []), *failed, *stopped, provenance_line(document)]
     listed = "\n".join(f"- {line}" for line in filter(None, lines))
     title = f"{name}: {document.get('scenario') or document['title']}, {document['engine']}, {document['gpu']}"
