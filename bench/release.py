@@ -94,8 +94,8 @@ def main(
     """Run what is missing of a release's measurements; exit with 1 when something failed or is left."""
     if part not in PARTS:
         raise typer.BadParameter(f"--part: wanted one of {', '.join(PARTS)}, got {part}")
-    if peers and part != "proxy":
-        raise typer.BadParameter(f"--peers: wanted with the part proxy, got {part}")
+    if bool(peers) != (part == "proxy"):
+        raise typer.BadParameter(f"--peers: wanted with the part proxy and with no other, got {peers} with {part}")
     if not (found := re.fullmatch(r"([1-9])/([1-9])", share)) or int(found[1]) > int(found[2]):
         raise typer.BadParameter(f"--share: wanted 1/2, 2/2 or the like, got {share}")
     begin, step = int(found[1]) - 1, int(found[2])

@@ -265,6 +265,8 @@ def main(
         chosen = [case_of(text, width, k) for text in cases or DEFAULT_CASES]
         if unknown := sorted(set(only or []) - set(PEERS)):
             raise ValueError(f"--only: wanted some of {', '.join(PEERS)}, got {', '.join(unknown)}")
+        if unknown := [one for one in skip or [] if not any(name.startswith(one) for name in PEERS)]:
+            raise ValueError(f"--skip: wanted beginnings of {', '.join(PEERS)}, got {', '.join(unknown)}")
         names = [name for name in only or PEERS if not name.startswith(tuple(skip or []))]
         if not names:
             raise ValueError(f"--skip: wanted a kernel left to time, got {', '.join(skip or [])}")

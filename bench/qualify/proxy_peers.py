@@ -1,6 +1,6 @@
 """FlashMLA and the paper's kernel on the H20 proxy: builds them with its compiler, and is their file for --peers.
 
-    CUDA_HOME=h20-cuda python -m bench.qualify.proxy_peers OUT CHECKOUT...
+    CUDA_HOME=$PWD/h20-cuda python -m bench.qualify.proxy_peers OUT CHECKOUT...
     PYTHONPATH=OUT ETAP_LIBRARY=PROXY.so python -m bench kernels paper --h20-proxy --peers bench/qualify/proxy_peers.py
 
 Checkouts are of FlashMLA, of the paper's FlashMLA-ETAP, and of vLLM's FlashMLA, whose kernel for a dense FP8 cache is
@@ -34,39 +34,58 @@ FP8 = "flash_mla_fp8"
 COMMITS = "proxy-peers.txt"  # in OUT: a line per checkout, name and commit
 
 
+def counted_as_on_an_h20(text: str) -> str:
+    """A source that takes an H20's share of an H200's SMs for all of them."""
+    return SMS.sub(f"multiProcessorCount * {H20_SMS} / 132", text)
+
+
 def build(checkout: Path, out: Path) -> None:
-    """Build a checkout's kernels and its Python package into a folder. Raises CalledProcessError if that fails."""
+    """Build a checkout's kernels, and FlashMLA's Python package, into a folder.
+
+    Raises ValueError for a compiler that is not the proxy's or a checkout that does not count SMs, and
+    CalledProcessError if a build fails.
+    """
     from torch.utils.cpp_extension import CUDA_HOME  # says on import where it finds CUDA
 
+    if not Path(CUDA_HOME or "", "bin", "ptxas.real").exists():
+        raise ValueError(f"CUDA_HOME: wanted the toolchain of bench.qualify.h20_ptxas, got {CUDA_HOME}")
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder, checkout.name)
         shutil.copytree(checkout, tree, ignore=shutil.ignore_patterns(".git", "build"))
-        for path in (path for path in (tree / "csrc").rglob("*") if path.suffix in (".h", ".cpp")):
-            if "cutlass" not in path.parts:
-                path.write_text(SMS.sub(f"multiProcessorCount * {H20_SMS} / 132", path.read_text()))
+        sources = [path for path in (tree / "csrc").rglob("*") if path.suffix in (".h", ".cpp")]
+        texts = {path: path.read_text() for path in sources if "cutlass" not in path.parts}
+        counting = {path: text for path, text in texts.items() if SMS.search(text)}
+        if not counting:
+            raise ValueError(f"CHECKOUT: wanted one whose csrc reads multiProcessorCount, got {checkout}")
+        for path, text in counting.items():
+            path.write_text(counted_as_on_an_h20(text))
         cutlass = tree / "csrc" / "cutlass"
         if not (cutlass / "include").is_dir():
             (found,) = importlib.util.find_spec("cutlass_library").submodule_search_locations  # type: ignore
             shutil.rmtree(cutlass, ignore_errors=True)
             cutlass.symlink_to(Path(found, "source"))
         setup = tree / "setup.py"
-        setup.write_text(setup.read_text().replace("-std=c++17", "-std=c++20"))  # as today's torch wants
+        flags = setup.read_text().replace("-std=c++17", "-std=c++20")  # as today's torch wants
+        setup.write_text(flags.replace('"--source-in-ptx",', ""))  # the proxy's ptxas would slow the sources' text, too
         headers = Path(CUDA_HOME or "", "include", "cccl")  # nvcc looks there by itself, c++ does not
-        environment = os.environ | {"FLASH_MLA_DISABLE_SM100": "1", "CPATH": str(headers.absolute())}
-        if (fp8 := tree / "csrc/extension/sm90/dense_fp8").is_dir():
+        environment = os.environ | {"FLASH_MLA_DISABLE_SM100": "1", "CPATH": str(headers)}
+        kernel = tree / "csrc/extension/sm90/dense_fp8"
+        if kernel.is_dir():
             os.environ |= environment
-            build_fp8(fp8, cutlass, out)
+            build_fp8(kernel, cutlass, out)
         else:
-            command = [sys.executable, "setup.py", "build", "--build-lib", str(out.absolute())]
+            what = "build" if (tree / "csrc/api").is_dir() else "build_ext"  # the paper's package has FlashMLA's name
+            command = [sys.executable, "setup.py", what, "--build-lib", str(out.absolute())]
             subprocess.run(command, cwd=tree, env=environment, check=True)
     with (out / COMMITS).open("a") as file:
-        file.write(f"{checkout.name} {commit_of(checkout)}\n")
+        file.write(f"{'vLLM-' * kernel.is_dir()}{checkout.name} {commit_of(checkout)}\n")
 
 
 def build_fp8(folder: Path, cutlass: Path, out: Path) -> None:
     """Build the kernel for a dense FP8 cache of vLLM's FlashMLA, with the flags of its setup.py."""
     from torch.utils import cpp_extension
 
+    out.mkdir(parents=True, exist_ok=True)
     names = ("HALF_OPERATORS", "HALF_CONVERSIONS", "HALF2_OPERATORS", "BFLOAT16_CONVERSIONS")
     flags = ["-O3", "-std=c++20", "-DNDEBUG", "-DNO_PYBIND11=1", *(f"-U__CUDA_NO_{name}__" for name in names)]
     flags += ["--expt-relaxed-constexpr", "--expt-extended-lambda", "--use_fast_math", "-gencode"]

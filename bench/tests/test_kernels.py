@@ -195,7 +195,7 @@ def test_the_peers_of_the_h20_proxy_are_of_every_kind():
     path = Path(proxy_peers.__file__)
     found, _ = providers.with_file(providers.own(), path)
     assert all("FlashMLA" in kernels for kernels in found.values()) and "authors' ETAP" in found["plain"]
-    counted = proxy_peers.SMS.sub("multiProcessorCount * 78 / 132", "int n = of->multiProcessorCount;")
+    counted = proxy_peers.counted_as_on_an_h20("int n = of->multiProcessorCount;")
     assert counted == "int n = of->multiProcessorCount * 78 / 132;"
 
 

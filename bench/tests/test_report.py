@@ -87,9 +87,12 @@ SOAK = {
 }  # fmt: skip
 
 
+RANDOM = {"what": "random cases", "cases": 9, "wrong": 1, "outcome": "9 cases, 1 wrong", "part": "1/2", "note": "N."}
+
+
 def test_a_page_has_a_table_of_every_kind_and_names_what_failed(tmp_path):
     about = {key: DOCUMENT[key] for key in ("date", "gpu", "driver", "clocks", "versions", "commit", "command")}
-    others = [SERVED, ANSWERS, SOAK, {"what": "random cases", "cases": 9, "wrong": 1}, {"kind": "new"}]
+    others = [SERVED, ANSWERS, SOAK, RANDOM, {"kind": "new"}]
     results.write(DOCUMENT, tmp_path / "targets.json")
     for number, document in enumerate(others):
         results.write(about | document, tmp_path / f"{number}.json")
@@ -102,7 +105,8 @@ def test_a_page_has_a_table_of_every_kind_and_names_what_failed(tmp_path):
         "- failed: ETAP: it died",
         "| ETAP plain, few | 48 | 47 | 9 | 0.0100 | 0.5000 | median difference 9 |",
         "| soak, vllm, mtp, NVIDIA H200 | 600 | 7,000 | - | 3 | - | - | 4 | - | failed: not complete |",
-        "| random cases | 9 | failed: 1 | NVIDIA H200 |",
+        "| random cases, part 1/2 | 9 | failed: 9 cases, 1 wrong | NVIDIA H200 |",
+        "- 3: N. NVIDIA H200",
         "## Without a table - 4: NVIDIA H200, driver 580.1, 1980 MHz, commit abc1234,",
     ):
         assert text in page, (text, page)
@@ -138,6 +142,8 @@ def test_a_release_runs_what_is_missing_and_writes_its_page(tmp_path, monkeypatc
     assert runs[2][-2:] == ["--flag", "x"] and "a: MLA decode" in (tmp_path / "results/v9/README.md").read_text()
     assert "x: failed: none; left: b" in CliRunner().invoke(app, ["v9", "--part", "x", "--seconds", "-1"]).output
     assert "left: none" in CliRunner().invoke(app, ["v9", "--part", "x", "--share", "1/2"]).output
+    for wrong in (["--part", "x", "--peers", "p.py"], ["--part", "proxy"]):
+        assert CliRunner().invoke(app, ["v9", *wrong]).exit_code == 2
 
 
 @pytest.mark.parametrize("name", [*release.MODELS, "v4"])

@@ -9,8 +9,9 @@ namespace etap::wgmma {
 constexpr auto kMajorK = cute::GMMA::Major::K;
 constexpr auto kMajorMN = cute::GMMA::Major::MN;
 
-// 64 rows x kColumns in float32. Operand B comes from shared memory, and A from there or from registers. Of columns that are no
-// power of two CUTLASS makes several narrower products, unless CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED is defined.
+// 64 rows x kColumns in float32. Operand B comes from shared memory, and A from there or from registers. Of 24, 40, 48
+// or 56 columns CUTLASS makes several narrower products, of which the callers take the first alone, unless
+// CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED is defined, in the emulator's build too.
 template <class E, int kColumns, cute::GMMA::Major kMajorA = kMajorK>
 using OfShared = decltype(cute::make_tiled_mma(
     cute::GMMA::ss_op_selector<E, E, float, cute::Shape<cute::_64, cute::Int<kColumns>, cute::_64>, kMajorA, kMajorK>()));

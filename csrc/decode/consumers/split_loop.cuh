@@ -1,5 +1,6 @@
 // The frame of the consumers that compute O^T: the loop over the splits of a CTA. What they do with a tile is in alternating.cuh (a
-// cache or lists of the queries' type), fp8_cache.cuh (a cache of e4m3) and fp8_rows.cuh (lists of FP8 rows).
+// cache or lists of the queries' type), fp8_cache.cuh (a cache of e4m3), fp8_rows.cuh and shared_tiles.cuh (lists of FP8 rows, of
+// up to 32 query rows and of 64).
 #pragma once
 
 #include "decode/consumers/single_tile.cuh"
