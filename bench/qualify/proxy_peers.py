@@ -70,6 +70,7 @@ def build(checkout: Path, out: Path) -> None:
         headers = Path(CUDA_HOME or "", "include", "cccl")  # nvcc looks there by itself, c++ does not
         environment = os.environ | {"FLASH_MLA_DISABLE_SM100": "1", "CPATH": str(headers)}
         kernel = tree / "csrc/extension/sm90/dense_fp8"
+        name = "vLLM-" * kernel.is_dir() + checkout.name
         if kernel.is_dir():
             os.environ |= environment
             build_fp8(kernel, cutlass, out)
@@ -78,7 +79,7 @@ def build(checkout: Path, out: Path) -> None:
             command = [sys.executable, "setup.py", what, "--build-lib", str(out.absolute())]
             subprocess.run(command, cwd=tree, env=environment, check=True)
     with (out / COMMITS).open("a") as file:
-        file.write(f"{'vLLM-' * kernel.is_dir()}{checkout.name} {commit_of(checkout)}\n")
+        file.write(f"{name} {commit_of(checkout)}\n")
 
 
 def build_fp8(folder: Path, cutlass: Path, out: Path) -> None:
