@@ -31,9 +31,9 @@ KERNELS |= {name: f"kernels {name} --no-validate --replays 5 --skip triton" for 
 PROXY = {name: KERNELS[name] for name in ("targets", "targets-fp8", "heads-fp8", "mtp", "sparse", "v4")}
 PROXY |= {"paper": "kernels paper"}
 CHECKS = {"random-cases": "random-cases --count 3000 --seed 1", "sanitize": "sanitize"}
-CHECKS |= {"random-sparse-cases": "random-cases --count 2000 --seed 1 --sparse"}
+CHECKS |= {"random-sparse-cases": "random-cases --count 3000 --seed 1 --sparse"}
 CHECKS |= {f"flashmla-{name}": f"suites flashmla-{name} --checkout FlashMLA" for name in ("dense", "sparse")}
-CHECKS |= {"flashmla-v4": "suites flashmla-v4 --checkout FlashMLA --part 1/12"}
+CHECKS |= {f"flashmla-v4-{n}": f"suites flashmla-v4 --checkout FlashMLA --part {n}/4" for n in range(1, 5)}
 
 
 def servers(engine: str, own: str, peer: str, sparse: str, at_once: str = "", of_v4: str = "") -> dict[str, str]:

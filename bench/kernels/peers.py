@@ -36,9 +36,9 @@ def _flashmla_lists(inputs: Inputs) -> dict:
     return {**unused, "head_dim_v": LATENT_DIM, "softmax_scale": inputs.softmax_scale, "is_fp8_kvcache": True}
 
 
-def flashmla(inputs: Inputs) -> Call:
-    """The first call fills the metadata."""
-    interface, given = importlib.import_module(FLASHMLA), flashmla_dense(inputs)
+def flashmla(inputs: Inputs, *, module: str = FLASHMLA) -> Call:
+    """The first call fills the metadata. module: FlashMLA's interface, here and below."""
+    interface, given = importlib.import_module(module), flashmla_dense(inputs)
     metadata = interface.get_mla_metadata()[0]
 
     def call(kv_cache: Tensor) -> Tensor:
@@ -133,10 +133,10 @@ def triton(inputs: Inputs) -> Call:
     return call
 
 
-def flashmla_sparse_fp8(inputs: Inputs, *, pad_in_call: bool = True) -> Call:
+def flashmla_sparse_fp8(inputs: Inputs, *, pad_in_call: bool = True, module: str = FLASHMLA) -> Call:
     """All tokens are one request. Like vLLM, each call copies the queries of a rank with few heads among zeros to 64 or
     128 heads; without `pad_in_call` they lie padded before the clock runs."""
-    interface, (tokens, heads, width) = importlib.import_module(FLASHMLA), inputs.q.shape
+    interface, (tokens, heads, width) = importlib.import_module(module), inputs.q.shape
     padded = _padded_heads(heads, pad_in_call)
     q = inputs.q if pad_in_call else pad(inputs.q, (0, 0, 0, padded - heads))
     given = {"tile_scheduler_metadata": interface.get_mla_metadata()[0], **_flashmla_lists(inputs)}
@@ -152,9 +152,9 @@ def flashmla_sparse_fp8(inputs: Inputs, *, pad_in_call: bool = True) -> Call:
     return call
 
 
-def flashmla_sparse(inputs: Inputs, *, pad_in_call: bool = True) -> Call:
+def flashmla_sparse(inputs: Inputs, *, pad_in_call: bool = True, module: str = FLASHMLA) -> Call:
     """FlashMLA's kernel for bfloat16 rows, as vLLM calls it; `pad_in_call` as above."""
-    interface, (tokens, heads, width) = importlib.import_module(FLASHMLA), inputs.q.shape
+    interface, (tokens, heads, width) = importlib.import_module(module), inputs.q.shape
     padded, counts = _padded_heads(heads, pad_in_call), inputs.counts(inputs.workload.length)
     q = inputs.q if pad_in_call else pad(inputs.q, (0, 0, 0, padded - heads))
 
@@ -195,10 +195,10 @@ def fa3_sparse(inputs: Inputs) -> Call:
     return call
 
 
-def flashmla_v4(inputs: Inputs) -> Call:
+def flashmla_v4(inputs: Inputs, *, module: str = FLASHMLA) -> Call:
     """As in vLLM 0.33: the operator before the call has written queries padded to 64 heads; sinks of the padding are
     -inf; both lists have counts."""
-    interface, (tokens, heads, _) = importlib.import_module(FLASHMLA), inputs.q.shape
+    interface, (tokens, heads, _) = importlib.import_module(module), inputs.q.shape
     padded = 64 if heads <= 64 else 128
     q = pad(inputs.q, (0, 0, 0, padded - heads)).unsqueeze(1)
     given = {"tile_scheduler_metadata": interface.get_mla_metadata()[0], **_flashmla_lists(inputs)}

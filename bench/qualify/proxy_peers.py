@@ -30,6 +30,7 @@ from bench.kernels.measure import H20_SMS
 from etap_backend.limits import LATENT_DIM
 
 SMS = re.compile(r"(?<=->)multiProcessorCount\b")
+FLASHMLA = "flash_mla.flash_mla_interface"  # its own package instead of vLLM's
 FP8 = "flash_mla_fp8"
 COMMITS = "proxy-peers.txt"  # in OUT: a line per checkout, name and commit
 
@@ -123,15 +124,6 @@ def paper(inputs: Inputs) -> Call:
     return call
 
 
-def on_proxy(prepare, inputs: Inputs, **options) -> Call:
-    """A peer's call by FlashMLA's own package instead of vLLM's."""
-    theirs, peers.FLASHMLA = peers.FLASHMLA, "flash_mla.flash_mla_interface"
-    try:
-        return prepare(inputs, **options)
-    finally:
-        peers.FLASHMLA = theirs
-
-
 def versions() -> dict[str, str]:
     """Commits of the checkouts that were built."""
     files = (Path(folder, COMMITS) for folder in sys.path)
@@ -139,11 +131,11 @@ def versions() -> dict[str, str]:
     return {name: f"{commit}, built for the proxy" for name, commit in map(str.split, lines)}
 
 
-PEERS = {"FlashMLA": partial(on_proxy, peers.flashmla), "authors' ETAP": paper}
+PEERS = {"FlashMLA": partial(peers.flashmla, module=FLASHMLA), "authors' ETAP": paper}
 FP8_PEERS = {"FlashMLA": fp8}
-SPARSE_PEERS = {"FlashMLA": partial(on_proxy, peers.flashmla_sparse)}
-SPARSE_FP8_PEERS = {"FlashMLA": partial(on_proxy, peers.flashmla_sparse_fp8)}
-V4_PEERS = {"FlashMLA": partial(on_proxy, peers.flashmla_v4)}
+SPARSE_PEERS = {"FlashMLA": partial(peers.flashmla_sparse, module=FLASHMLA)}
+SPARSE_FP8_PEERS = {"FlashMLA": partial(peers.flashmla_sparse_fp8, module=FLASHMLA)}
+V4_PEERS = {"FlashMLA": partial(peers.flashmla_v4, module=FLASHMLA)}
 VERSIONS = versions()
 
 if __name__ == "__main__":

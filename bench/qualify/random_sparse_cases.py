@@ -67,7 +67,7 @@ def random_case(seed: int, index: int, device: str) -> SparseCase:
         extra_requests=draw.choice([0, 0, 1, draw.randint(2, 9)]),
         out_layout=draw.choice(options.OUT_LAYOUTS),
     )
-    pages = max(one.pages for one in ([case] if case.extra is None else [case, case.of_extra()]))
+    pages = max(one.pages for one in case.of_each_list())
     apart = case.v4 and case.cache_layout == "rows apart" and pages > MAX_APART
     return replace(case, cache_layout="dense") if apart else case
 

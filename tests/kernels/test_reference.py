@@ -175,7 +175,7 @@ def test_two_lists_are_attended_to_like_one_of_all_their_rows(cache):
         5, 4, 70, cache, holes="all", counts="drawn", requests=3, page_size=16, extra=40, extra_page_size=2
     )
     problem = build_sparse(case, "cpu")
-    second = replace(problem, case=case.of_extra(), kv_cache=problem.extra_kv_cache, meant=problem.extra_meant)
+    second = replace(problem, case=case.of_each_list()[1], kv_cache=problem.extra_kv_cache, meant=problem.extra_meant)
     out, lse = sparse_mla_decode_reference(problem.q, problem.kv_cache, softmax_scale=SOFTMAX_SCALE, **problem.lists())
     for token in range(case.tokens):
         keys = [keys_of(stored_rows(each, token)) for each in (problem, second) if (each.meant[token] >= 0).any()]

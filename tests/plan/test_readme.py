@@ -21,11 +21,11 @@ TABLE = {  # H20-141G's, H20-96G's and H200's cells: model, drafts, what else th
     "14 to 23% | no room | 9 to 10%": ("glm-5-fp8", 3, {"cache": "fp8"}, {}),
     "9 to 14% | 8 to 13% | 8 to 9%": ("deepseek-v4-flash", 0, {"cache": "fp8", "batch": 64, "context": 65536}, {}),
     "18 to 26% | 16 to 24% | 15 to 17%": ("deepseek-v4-flash", 3, {"cache": "fp8", "batch": 64, "context": 65536}, {}),
-    "27 to 44% | 10 to 16% | 3%: off": ("deepseek-r1", 0, {}, SMALL | {"context": 5120}),
-    "12 to 20% | no room | 2%: off": ("deepseek-r1", 1, {}, SMALL | {"context": 5120}),
+    "27 to 44% | 10 to 16% | (3%)": ("deepseek-r1", 0, {}, SMALL | {"context": 5120}),
+    "12 to 20% | no room | (2%)": ("deepseek-r1", 1, {}, SMALL | {"context": 5120}),
     "17 to 29% | no room | 6 to 7%": ("deepseek-r1", 0, {"cache": "fp8"}, {}),
-    "7 to 12% | no room | 3%: off": ("deepseek-r1", 1, {"cache": "fp8"}, {}),
-    "0%: off | no room | 2 to 3%: off": ("deepseek-r1", 3, {"cache": "fp8"}, {}),
+    "7 to 12% | no room | (3%)": ("deepseek-r1", 1, {"cache": "fp8"}, {}),
+    "(0%) | no room | (2 to 3%)": ("deepseek-r1", 3, {"cache": "fp8"}, {}),
 }
 
 
@@ -33,7 +33,8 @@ def cell(model: str, gpu: str, **asked) -> str:
     made = make_plan(read_model(model), read_gpu(gpu), Deployment(**asked))
     if not made.memory.fits:
         return "no room"
-    return f"{percent(made.gain)}%" + ("" if round(100 * made.gain.upper) >= ON_FROM else ": off")
+    gain = f"{percent(made.gain)}%"
+    return gain if round(100 * made.gain.upper) >= ON_FROM else f"({gain})"
 
 
 @pytest.mark.parametrize("cells", TABLE)

@@ -37,8 +37,7 @@ FP8_MATH_COSINE = 1e-3
 FP8_MATH_COSINE_ALIKE = 1.5e-3
 FP8_MATH_COSINE_ROUNDED_QUERIES = 2e-3
 FP8_MATH_LSE_ROUNDED_QUERIES = 0.25
-# Hopper adds e4m3 products with some 14 bits of the largest product that it adds at a time: the limit is of the
-# log-sum-exp's size, at least 1, and where that does not do of the largest product besides (`measures`).
+# Hopper adds e4m3 products with some 14 bits of the largest product that it adds at a time.
 FP8_MATH_LSE = 2e-3
 # Deviations of a sum of independent roundings: one in 5 * 10^8 elements is beyond, and a case has up to 5 * 10^7.
 SIGMAS = 6
@@ -193,41 +192,17 @@ def measures(out: torch.Tensor, lse: torch.Tensor, problem: Problem, wanted: Tru
     """How far a result is from the truth, and how far it may be."""
     out, lse = out.double(), lse.double()
     error = out - wanted.out
-
-    def lse_errors(besides: torch.Tensor | float) -> torch.Tensor:
-        of_size = ((lse - wanted.lse) / (wanted.lse.abs().clamp(min=1) + besides)).flatten(1)
-        return torch.where(torch.isfinite(wanted.lse.flatten(1)), of_size.abs(), 0).amax(1)
-
-    lse_error = lse_errors(0.0)
+    lse_error = ((lse - wanted.lse) / wanted.lse.abs().clamp(min=1)).flatten(1)
+    lse_error = torch.where(torch.isfinite(wanted.lse.flatten(1)), lse_error.abs(), 0).amax(1)
     cosine_limit, lse_limit = (torch.full_like(lse_error, limit) for limit in _limits(problem, wanted))
     cosine = cosine_difference(out, wanted.out)
     if problem.case.fp8_math and bool((cosine > cosine_limit).any()):
         of_executor = cosine_difference(executed(problem).double(), wanted.out)
         cosine_limit = torch.maximum(cosine_limit, FACTOR * of_executor)
-    exact_queries = wanted.of_rounded_queries or not rounds_queries(problem)
-    if problem.case.fp8_math and exact_queries and bool((lse_error > lse_limit).any()):
-        lse_error = lse_errors(largest_product(problem)[:, None, None])
     found = [Measure("cosine difference", cosine, cosine_limit), Measure("log-sum-exp error", lse_error, lse_limit)]
     if not problem.case.fp8_math:
         found.append(largest_error(error.flatten(1).abs(), wanted.max_error.flatten(1), "largest error"))
         found.append(Measure("relative RMSE", relative_rmse(error, wanted.out), wanted.rmse))
-    return found
-
-
-def largest_product(problem: Problem) -> torch.Tensor:
-    """No product that a request's scores are sums of is larger, float64 [batch]: by column, the largest query's times
-    the largest key's."""
-    pages, page_size = problem.kv_cache.shape[:2]
-    rows, scale = problem.kv_cache.reshape(pages, page_size, -1), SOFTMAX_SCALE
-    for factor in (problem.q_scale, problem.kv_scale):
-        scale *= 1.0 if factor is None else factor.item()
-    found = torch.zeros(len(problem.seq_lens), dtype=torch.float64, device=rows.device)
-    for request, length in enumerate(problem.seq_lens.tolist()):
-        used = problem.block_table[request, : -(-length // page_size)].tolist()
-        keys = [rows[page].double().abs() for page in used]
-        if keys:
-            largest = torch.cat(keys)[:length].amax(0) * problem.q[request].double().abs().flatten(0, 1).amax(0)
-            found[request] = largest.amax() * scale
     return found
 
 

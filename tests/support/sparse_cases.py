@@ -105,11 +105,13 @@ class SparseCase:
         """How many first columns of an FP8 row have scales."""
         return V4_NOPE_DIM if self.v4 else LATENT
 
-    def of_extra(self) -> SparseCase:
-        """The case whose only list is this one's second."""
+    def of_each_list(self) -> list[SparseCase]:
+        """This case, and the one whose only list is this one's second."""
+        if self.extra is None:
+            return [self]
         second = {"top_k": self.extra, "page_size": self.extra_page_size, "requests": self.extra_requests}
         counts = self.counts if self.extra_counts is None else self.extra_counts
-        return replace(self, **second, counts=counts, extra=None, seed=self.seed + 7919)
+        return [self, replace(self, **second, counts=counts, extra=None, seed=self.seed + 7919)]
 
     @property
     def row_dtype(self) -> torch.dtype:
@@ -173,7 +175,7 @@ class SparseProblem:
 def build(case: SparseCase, device: str) -> SparseProblem:
     """The tensors of a case: always the same on the same device."""
     host = torch.Generator().manual_seed(case.seed)
-    cases = [case] if case.extra is None else [case, case.of_extra()]
+    cases = case.of_each_list()
     requests = max(one.requests for one in cases)
     request_ids = torch.randint(max(1, requests), (case.tokens,), generator=host)
     if requests and case.holes in ("wild", "all"):
