@@ -25,7 +25,7 @@ MODELS = {"r1": "deepseek-r1", "v3.2": "deepseek-v3.2", "glm-5": "glm-5-fp8"}
 """Models of four layers, one of eight ranks' heads and bfloat16 weights, for answers and soak; and DeepSeek-V4."""
 FOLDER = Path("build/models")
 KERNELS = {name: f"kernels {name} --behind" for name in ("targets", "targets-fp8", "short", "sparse", "v4")}
-KERNELS |= {name: f"kernels {name}" for name in ("heads", "mtp", "pages", "shared", "sparse-prefill")}
+KERNELS |= {name: f"kernels {name}" for name in ("heads", "mtp", "shared", "sparse-prefill")}
 KERNELS |= {"heads-fp8": "kernels heads --kv-dtype fp8", "top-k": "top-k --skip FlashInfer"}  # which compiles for long
 KERNELS |= {name: f"kernels {name} --no-validate --replays 5 --skip triton" for name in ("wide", "wide-64")}
 PROXY = {name: KERNELS[name] for name in ("targets", "targets-fp8", "heads-fp8", "mtp", "sparse", "v4")}
@@ -36,9 +36,9 @@ CHECKS |= {f"flashmla-{name}": f"suites flashmla-{name} --checkout FlashMLA" for
 CHECKS |= {f"flashmla-v4-{n}": f"suites flashmla-v4 --checkout FlashMLA --part {n}/4" for n in range(1, 5)}
 
 
-def servers(engine: str, own: str, peer: str, sparse: str, at_once: str = "", of_v4: str = "") -> dict[str, str]:
-    """What runs beside one engine: its names for ETAP and its own backends, options for several servers at a time, and
-    for DeepSeek-V4's."""
+def servers(engine: str, own: str, peer: str, sparse: str, at_once: str, of_v4: str, of_soak: str) -> dict[str, str]:
+    """What runs beside one engine: its names for ETAP and its own backends, then options: of answers, more of
+    DeepSeek-V4's answers, of the soak."""
     in_fp8 = f"{sparse}+fp8,{own}+fp8"
     answers = {"r1": f"{peer},{own},{own}+shared", "v3.2": f"{in_fp8},{own}+fp8+engine_top_k", "glm-5": in_fp8}
     modes = {"r1": " --modes plain,mtp"}
@@ -47,24 +47,31 @@ def servers(engine: str, own: str, peer: str, sparse: str, at_once: str = "", of
         f"{modes.get(model, '')}{at_once}"
         for model, names in answers.items()
     }
-    found |= {f"answers-v4-{engine}": f"answers {FOLDER / 'v4'} --engine {engine} --seeded{of_v4}"}
+    found |= {f"answers-v4-{engine}": f"answers {FOLDER / 'v4'} --engine {engine} --seeded{at_once}{of_v4}"}
     steps = {"decode-short --only 16K": (own, peer), "shared-prefix": (f"{own}+shared", own, peer)}
     steps |= {"decode-sparse --only 16K": (f"{own}+fp8", f"{sparse}+fp8"), "mtp --only 16K": (own, peer)}
     steps |= {"top-k": (f"{own}+fp8", f"{own}+fp8+engine_top_k")} if engine == "vllm" else {}
     for name, backends in steps.items():
         named = " ".join(f"--backend {backend}" for backend in backends)
         found[f"serve-{name.split()[0]}-{engine}"] = f"serve {name} --engine {engine} --turns 1 {named}"
-    return found | {f"soak-{engine}": f"soak {FOLDER / 'r1'} --engine {engine} --seeded --mode mtp --seconds 400"}
+    soak = f"soak {FOLDER / 'r1'} --engine {engine} --seeded --mode mtp --seconds 400{of_soak}"
+    return found | {f"soak-{engine}": soak}
 
 
-AT_ONCE = " --parallel 3 -- --kv-cache-memory-bytes 6000000000 --gpu-memory-utilization 0.2"
-V4 = ' -- --kv-cache-dtype fp8 --block-size 256 --kernel-config {"enable_jit_warmup":false}'
+VLLM = " -- --kv-cache-memory-bytes 6000000000"
+AT_ONCE = f" --parallel 3{VLLM} --gpu-memory-utilization 0.2"
+V4 = ' --kv-cache-dtype fp8 --block-size 256 --kernel-config {"enable_jit_warmup":false}'
+SGLANG = " -- --mm-feature-transport cpu --sampling-backend pytorch --cuda-graph-backend-prefill disabled"
+SGLANG_SOAK = f" --memory-share 0.7{SGLANG} --cuda-graph-bs-decode 4 16 64 256"
+SGLANG_AT_ONCE = f" --parallel 3{SGLANG} --cuda-graph-max-bs-decode 96 --mem-fraction-static 0.7"
+SGLANG_AT_ONCE += " --max-total-tokens 400000"
+SGLANG_V4 = " --fp8-gemm-backend triton"
 PARTS = {
     "kernels": KERNELS,
     "proxy": {f"{name}-h20-proxy": f"{command} --h20-proxy" for name, command in PROXY.items()},
     "checks": CHECKS,
-    "vllm": servers("vllm", "ETAP", "FLASHMLA", "FLASHMLA_SPARSE", AT_ONCE, V4),
-    "sglang": servers("sglang", "etap", "flashmla", "dsa"),
+    "vllm": servers("vllm", "ETAP", "FLASHMLA", "FLASHMLA_SPARSE", AT_ONCE, V4, VLLM),
+    "sglang": servers("sglang", "etap", "flashmla", "dsa", SGLANG_AT_ONCE, SGLANG_V4, SGLANG_SOAK),
 }
 """By part: names of the results files, and the commands that make them."""
 
@@ -74,7 +81,7 @@ def make_model(folder: Path) -> None:
     if folder.name == "v4":
         v4.main(folder)
     else:
-        changes = {"num_hidden_layers": 4, "quantization_config": {}}
+        changes = {"num_hidden_layers": 4, "quantization_config": {}, "max_position_embeddings": v4.CONTEXT}
         dummy.write(folder, dummy.changed(MODELS[folder.name], changes, 8))
 
 

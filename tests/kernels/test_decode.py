@@ -210,6 +210,22 @@ def test_each_query_row_has_its_own_power_of_two(device, fp8_math):
     check_once(problem)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads", [8, 16, 32, 64, 128])
+def test_fp8_math_sums_scores_as_tensor_cores_do(heads):
+    """One token's log-sum-exp is its score: it errs as PyTorch's product of the same e4m3 numbers does."""
+    kind = KINDS["fp8, fp8 math"]
+    problem = build(Case((1,) * 192, heads=heads, page_size=1, law="outliers", seed=19, **kind), "cuda")
+    q, one = problem.q.flatten(0, 2), torch.ones((), device="cuda")
+    keys = problem.kv_cache.view(torch.uint8)[problem.block_table[:, 0].long(), 0].view(q.dtype)
+    products = torch._scaled_mm(q, keys.t(), one, one, out_dtype=torch.float32, use_fast_accum=True)
+    exact = (problem.q.double().view(192, heads, 576) @ keys.double()[..., None])[..., 0]
+    factor = problem.q_scale.double() * problem.kv_scale * SOFTMAX_SCALE
+    error = Runner(problem).run()[1].squeeze(1) - exact * factor
+    of_product = (products.double().view(192, heads, 192).diagonal(dim1=0, dim2=2).T - exact) * factor
+    assert error.square().mean().sqrt() < 1.1 * of_product.square().mean().sqrt()
+
+
 @on_devices({"kind": list(KINDS)})
 def test_keys_of_little_weight_count_together(device, kind):
     """A thousand keys of a thousandth of the largest weight make half the output. Beside 1, e4m3 holds none of them."""

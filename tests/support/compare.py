@@ -37,8 +37,9 @@ FP8_MATH_COSINE = 1e-3
 FP8_MATH_COSINE_ALIKE = 1.5e-3
 FP8_MATH_COSINE_ROUNDED_QUERIES = 2e-3
 FP8_MATH_LSE_ROUNDED_QUERIES = 0.25
-# Hopper adds e4m3 products with some 14 bits of the largest product that it adds at a time.
-FP8_MATH_LSE = 2e-3
+# Hopper adds e4m3 products with 13 bits of the largest product that it adds at a time: of 246,000 rows of the law
+# `outliers` on an H200 the sums of torch._scaled_mm moved 36 scores by more than 2e-3, at most by 2.9e-3.
+FP8_MATH_LSE = 4e-3
 # Deviations of a sum of independent roundings: one in 5 * 10^8 elements is beyond, and a case has up to 5 * 10^7.
 SIGMAS = 6
 
