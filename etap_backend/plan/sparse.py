@@ -16,7 +16,7 @@ from etap_backend.plan.model import CSA, HCA, RATIOS, Model
 from etap_backend.plan.step import ETAP, NAMES, Attention, Plan, attention, check, rest_of_step_ms, roofline_us
 
 # A FlashMLA call takes longer in vLLM's steps of DeepSeek-V4: metadata, copies, and vLLM's own build.
-V4_IN_VLLM_US, V4_IN_VLLM = 6.5, "6.5 us more, fitted to six steps in results/e2e-decode-v4-vllm.json"
+V4_IN_VLLM_US, V4_IN_VLLM = 5.0, "5.0 us more, fitted to six steps in vLLM 0.26.0 at commit 48c0393"
 LOGITS, ENGINES = "DeepGEMM", "vLLM"
 """Who computes an indexer's logits, and whose selection ETAP's is compared with."""
 

@@ -522,7 +522,8 @@ def test_the_screen_says_what_does_not_fit_and_what_does(etap_plan, monkeypatch)
     assert "16 x 64K does not fit: its KV cache is 1,048,576 tokens = 73.7 GB per GPU, 3.4 GB are left" in text
     assert re.search(r"8 x H20-96G 0 3,008 - 1 6,080 - .*16 x H20-96G, pp 2 19 79,040 \d+ to \d+ ", text)
     assert "The weights leave no room for a KV cache on 8 x H100." in etap_plan("kimi-k2", "--gpu", "H100")
-    assert "Leave ETAP off here" in (padded := etap_plan("--gpu", "H20-96G", "--dcp", "8"))
+    assert "Leave ETAP off here" in etap_plan("--gpu", "H20-141G", "--s-q", "4")
+    padded = etap_plan("--gpu", "H20-96G", "--dcp", "8")
     assert "Both compute 128 query rows: there is no padding that ETAP could save." in padded
     monkeypatch.setenv("COLUMNS", "20")
     narrow = etap_plan("deepseek-ai/DeepSeek-R1", "--gpu", "H20-96G", "--context", "64K")
