@@ -50,7 +50,7 @@ def section_of(document: dict) -> str:
         return "Kernels"
     if kind == "top-k":
         return "Top-k"
-    if kind in ("serve", "e2e") and "rows" in document:
+    if kind == "serve":
         return "Servers"
     if "agreement" in document:
         return "Answers"
@@ -74,9 +74,7 @@ def top_k(name: str, document: dict) -> str:
 def answers(name: str, document: dict) -> str:
     """A line per backend and stage, the reference's own noise before them."""
     lines = [ANSWERS]
-    yardsticks = document.get("yardsticks", {})
-    flat = {f"{mode}, {name}": one for mode, of in yardsticks.items() if "steps" not in of for name, one in of.items()}
-    for case, one in {**(flat or yardsticks), **document["agreement"]}.items():
+    for case, one in {**document["yardsticks"], **document["agreement"]}.items():
         verdict = "; ".join(one.get("objections") or []) or ("agrees" if "objections" in one else "yardstick")
         counts = [number(one.get(key), 0) for key in ("requests", "equal_answers", "steps")]
         lines.append([case, *counts, *(number(one.get(key), 4) for key in ("median", "max")), verdict])

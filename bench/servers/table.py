@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 
 from bench.common.tables import provenance_line, table
-from bench.common.units import load_text
 
 HOST_TOLERANCE = 0.10
 ALONE = ("shared", "engine_top_k")  # words of Variant that other backends lack
@@ -15,35 +13,18 @@ TITLES = ["requests x input/output, prefill", "backend", "/ ETAP", "tokens/s per
 
 def at_equal_host_speed(rows: list[dict]) -> list[dict]:
     """The readings of one point within HOST_TOLERANCE of each other's host speed: of most backends, then most
-    readings, then the fastest host. Where one has no host speed, all are comparable."""
+    readings, then the fastest host."""
 
     def within(low: float) -> list[dict]:
         return [row for row in rows if low <= row["host_ms"] <= low * (1 + HOST_TOLERANCE)]
 
-    if any(math.isnan(row["host_ms"]) for row in rows):
-        return rows
     lows = sorted({row["host_ms"] for row in rows})
     return max(map(within, lows), key=lambda span: (len({row["backend"] for row in span}), len(span)), default=[])
 
 
-def readings_of(document: dict) -> list[dict]:
-    """The readings of `serve`, or of a file of `etap e2e`, from before 0.2."""
-    if document["kind"] == "serve":
-        return document["rows"]
-    found = []
-    for row in document["rows"]:
-        load = (row["concurrency"], row["input"], row["output"], row["prefill"], row.get("prefix") or 0)
-        for one in row.get("readings", []):
-            times = {f"{name}_ms": one.get(f"median_{name}_ms") for name in ("ttft", "tpot", "itl")}
-            host = max(one.get("host_ms") or [math.nan])
-            times |= {"host_ms": host, "tokens_per_second": one["output_throughput"]}
-            found.append({"backend": row["backend"], "point": load_text(*load)} | times)
-    return found
-
-
 def cells(document: dict) -> list[list[str]]:
     """Titles, and a line per point and backend."""
-    rows = readings_of(document)
+    rows = document["rows"]
     key = "itl_ms" if all(row.get("itl_ms") for row in rows) else "tpot_ms"
     key = "ttft_ms" if all("/2," in row["point"] for row in rows) else key  # two tokens of output: prefills
     lines = [[*TITLES[:2], f"{key[:-3].upper()} ms", *TITLES[2:]]]
@@ -63,9 +44,8 @@ def cells(document: dict) -> list[list[str]]:
             if own and reference:
                 line[1] = f"{statistics.median(own) / statistics.median(reference):.3f}"
             void = len(hosts) - len(own or [])
-            host = "-" if math.isnan(sum(hosts)) else f"{min(hosts):.1f} to {max(hosts):.1f}"
             used = f"{len(own or [])}, {void} void" if void else str(len(hosts))
-            lines.append([point, name, *line, host, used])
+            lines.append([point, name, *line, f"{min(hosts):.1f} to {max(hosts):.1f}", used])
     return lines
 
 
@@ -83,5 +63,5 @@ def text(name: str, document: dict) -> str:
     stopped += ["not complete: the command asks for more"] if document.get("complete") is False else []
     lines = [model, document["note"], *document.get("skipped", []), *failed, *stopped, provenance_line(document)]
     listed = "\n".join(f"- {line}" for line in filter(None, lines))
-    title = f"{name}: {document.get('scenario') or document['title']}, {document['engine']}, {document['gpu']}"
+    title = f"{name}: {document['scenario']}, {document['engine']}, {document['gpu']}"
     return "\n\n".join([f"### {title}", *([table(cells(document))] if document["rows"] else []), listed])
