@@ -76,6 +76,7 @@ class Questions:
     variant: Variant
     count: int
     dense: bool
+    seeded: bool  # such weights draft, but what they draft is hardly ever accepted
     stages: dict[str, list[Answer]] = field(default_factory=dict)
 
     @property
@@ -88,7 +89,7 @@ class Questions:
         requests, turns = make_requests(self.count, forces), make_turns(forces)
         replies = self.replies(requests, self.count, "together")
         if self.mode != "plain" and self.engine.name == "sglang":
-            self._must_draft(requests, replies)
+            self._must_accept_drafts(requests, replies)
         self.stages["together"] = self._answers(requests, replies)
         before = self._found()
         self.stages["again"] = self._answers(requests, self.replies(requests, self.count, "together"))
@@ -149,11 +150,12 @@ class Questions:
         if found < CACHED_SHARE * wanted and not off:
             raise Failed(f"prefix cache: wanted {wanted} tokens of the prompts, got {found:.0f}")
 
-    def _must_draft(self, requests: list[Request], replies: list[dict]) -> None:
+    def _must_accept_drafts(self, requests: list[Request], replies: list[dict]) -> None:
         verified = sum(reply["meta_info"].get("spec_verify_ct", 0) for reply in replies)
-        self.server.about["tokens_per_verification"] = sum(r.new_tokens for r in requests) / max(verified, 1)
-        if not verified:
-            raise Failed("drafts: wanted steps that verify some, got none")
+        made = sum(request.new_tokens for request in requests)
+        self.server.about["tokens_per_verification"] = made / verified if verified else 0.0
+        if not verified or (made <= verified and not self.seeded):
+            raise Failed(f"drafts: wanted more than 1 token per verification, got {made} in {verified}")
 
 
 def first_token_moved(reply: dict, answer: Answer) -> Answer:
@@ -219,7 +221,8 @@ class Run:
             plugins(["seeded"] if serving.weights == "seeded" else []) as more,
             served(self.engine, serving, variant, flags, log=log, environment=environment | more) as server,
         ):
-            stages = Questions(server, mode, variant, self.requests, self.dense).ask()
+            seeded = serving.weights == "seeded"
+            stages = Questions(server, mode, variant, self.requests, self.dense, seeded).ask()
             self.about[f"{backend} {mode}"] = server.about | {"counters": server.counters()}
             return stages
 
