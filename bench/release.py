@@ -36,9 +36,13 @@ CHECKS |= {f"flashmla-{name}": f"suites flashmla-{name} --checkout FlashMLA" for
 CHECKS |= {f"flashmla-v4-{n}": f"suites flashmla-v4 --checkout FlashMLA --part {n}/4" for n in range(1, 5)}
 
 
-def servers(engine: str, own: str, peer: str, sparse: str, at_once: str, of_v4: str, of_soak: str) -> dict[str, str]:
+STEPS = {"decode-short --only 16K": 22, "shared-prefix": 9, "decode-sparse --only 16K": 12, "mtp --only 16K": 6}
+"""Scenarios of servers that run together, and gigabytes for the cache of each, 50,000 tokens in one."""
+
+
+def servers(engine: str, own: str, peer: str, sparse: str, at_once: str, of_v4: str, soak: str, steps: str) -> dict:
     """What runs beside one engine: its names for ETAP and its own backends, then options: of answers, more of
-    DeepSeek-V4's answers, of the soak."""
+    DeepSeek-V4's answers, of the soak, of steps."""
     in_fp8 = f"{sparse}+fp8,{own}+fp8"
     answers = {"r1": f"{peer},{own},{own}+shared", "v3.2": f"{in_fp8},{own}+fp8+engine_top_k", "glm-5": in_fp8}
     modes = {"r1": " --modes plain,mtp"}
@@ -48,30 +52,35 @@ def servers(engine: str, own: str, peer: str, sparse: str, at_once: str, of_v4: 
         for model, names in answers.items()
     }
     found |= {f"answers-v4-{engine}": f"answers {FOLDER / 'v4'} --engine {engine} --seeded{at_once}{of_v4}"}
-    steps = {"decode-short --only 16K": (own, peer), "shared-prefix": (f"{own}+shared", own, peer)}
-    steps |= {"decode-sparse --only 16K": (f"{own}+fp8", f"{sparse}+fp8"), "mtp --only 16K": (own, peer)}
-    steps |= {"top-k": (f"{own}+fp8", f"{own}+fp8+engine_top_k")} if engine == "vllm" else {}
-    for name, backends in steps.items():
-        named = " ".join(f"--backend {backend}" for backend in backends)
-        found[f"serve-{name.split()[0]}-{engine}"] = f"serve {name} --engine {engine} --turns 1 {named}"
-    soak = f"soak {FOLDER / 'r1'} --engine {engine} --seeded --mode mtp --seconds 400{of_soak}"
-    return found | {f"soak-{engine}": soak}
+    backends = {"shared-prefix": (f"{own}+shared", own, peer), "decode-sparse": (f"{own}+fp8", f"{sparse}+fp8")}
+    for scenario, size in STEPS.items():
+        name = scenario.split()[0]
+        named = " ".join(f"--backend {one}" for one in backends.get(name, (own, peer)))
+        run = f"serve {scenario} --engine {engine} --together {named}{steps}"
+        found[f"serve-{name}-{engine}"] = run.format(bytes=size * 10**9, tokens=size * 50_000)
+    run = f"soak {FOLDER / 'r1'} --engine {engine} --seeded --mode mtp --seconds 400{soak}"
+    return found | {f"soak-{engine}": run}
 
 
 VLLM = " -- --kv-cache-memory-bytes 6000000000"
 AT_ONCE = f" --parallel 3{VLLM} --gpu-memory-utilization 0.2"
 V4 = ' --kv-cache-dtype fp8 --block-size 256 --kernel-config {"enable_jit_warmup":false}'
-SGLANG = " -- --mm-feature-transport cpu --sampling-backend pytorch --cuda-graph-backend-prefill disabled"
-SGLANG_SOAK = f" --memory-share 0.7{SGLANG} --cuda-graph-bs-decode 4 16 64 256"
-SGLANG_AT_ONCE = f" --parallel 3{SGLANG} --cuda-graph-max-bs-decode 96 --mem-fraction-static 0.7"
+VLLM_STEPS = " --flag=--kv-cache-memory-bytes={bytes} --flag=--gpu-memory-utilization=0.2"
+TOP_K = "serve top-k --engine vllm --turns 1 --backend ETAP+fp8 --backend ETAP+fp8+engine_top_k"
+SGLANG_FLAGS = "--mm-feature-transport cpu --sampling-backend pytorch --cuda-graph-backend-prefill disabled"
+SGLANG_SOAK = f" --memory-share 0.7 -- {SGLANG_FLAGS} --cuda-graph-bs-decode 4 16 64 256"
+SGLANG_AT_ONCE = f" --parallel 3 -- {SGLANG_FLAGS} --cuda-graph-max-bs-decode 96 --mem-fraction-static 0.7"
 SGLANG_AT_ONCE += " --max-total-tokens 400000"
 SGLANG_V4 = " --fp8-gemm-backend triton"
+SGLANG_STEPS = "".join(f" --flag={word}" for word in SGLANG_FLAGS.split())
+SGLANG_STEPS += " --flag=--mem-fraction-static=0.75 --flag=--max-total-tokens={tokens}"
 PARTS = {
     "kernels": KERNELS,
     "proxy": {f"{name}-h20-proxy": f"{command} --h20-proxy" for name, command in PROXY.items()},
     "checks": CHECKS,
-    "vllm": servers("vllm", "ETAP", "FLASHMLA", "FLASHMLA_SPARSE", AT_ONCE, V4, VLLM),
-    "sglang": servers("sglang", "etap", "flashmla", "dsa", SGLANG_AT_ONCE, SGLANG_V4, SGLANG_SOAK),
+    "vllm": servers("vllm", "ETAP", "FLASHMLA", "FLASHMLA_SPARSE", AT_ONCE, V4, VLLM, VLLM_STEPS)
+    | {"serve-top-k-vllm": TOP_K},
+    "sglang": servers("sglang", "etap", "flashmla", "dsa", SGLANG_AT_ONCE, SGLANG_V4, SGLANG_SOAK, SGLANG_STEPS),
 }
 """By part: names of the results files, and the commands that make them."""
 

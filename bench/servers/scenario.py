@@ -117,9 +117,11 @@ class Case:
 
     @property
     def tokens(self) -> int:
-        """Cache that its requests need at the same time."""
+        """Cache that its requests need at the same time; of a common prefix its whole pages once."""
         prompts = self.load.prompts if self.prefill == "cached" else self.load.concurrency
-        return prompts * -(-(self.load.input + self.load.output) // PAGE_TOKENS) * PAGE_TOKENS
+        common = self.load.prefix // PAGE_TOKENS
+        pages = -(-(self.load.input + self.load.output) // PAGE_TOKENS)
+        return (common + prompts * (pages - common)) * PAGE_TOKENS
 
     @property
     def text(self) -> str:

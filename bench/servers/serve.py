@@ -3,11 +3,12 @@
     python -m bench serve decode-short --engine vllm --turns 2
     python -m bench serve MY.toml --engine sglang --only 16K --backend etap --backend fa3
 
-Each turn of a backend is a server of its own. Every reading has the host's speed beside it: a fixed loop of plain
-Python, the slower of before and after. Of a point's readings those within 10% of each other's host speed are compared,
-the others are void. The output is written after every reading, so a run that is cut short (SIGTERM, Ctrl-C) keeps its
-readings; the same command goes on with what is missing in an output of the same commit and kind of GPU. The exit status
-is 1 when a server or a point failed, and 2 when there is nothing to measure.
+Each turn of a backend is a server of its own; with --together all backends' servers start at once, and each point goes
+to one after the other: fewer starts, where flags divide the GPU's memory. Every reading has the host's speed beside
+it: a fixed loop of plain Python, the slower of before and after. Of a point's readings those within 10% of each
+other's host speed are compared, the others are void. The output is written after every reading, so a run that is cut
+short (SIGTERM, Ctrl-C) keeps its readings; the same command goes on with what is missing in an output of the same
+commit and kind of GPU. The exit status is 1 when a server or a point failed, and 2 when there is nothing to measure.
 """
 
 from __future__ import annotations
@@ -15,6 +16,9 @@ from __future__ import annotations
 import shlex
 import tempfile
 import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Literal
@@ -31,7 +35,7 @@ from bench.servers import table
 from bench.servers.client import Failed
 from bench.servers.engines import ENGINES, SEED, Load, Serving, Sglang, Variant, Vllm, read_result
 from bench.servers.generator import Generator, tail
-from bench.servers.processes import Server, free_port, served
+from bench.servers.processes import Server, end_all, free_port, served
 from bench.servers.scenario import Case, Scenario, cases_of, read_scenario
 
 HOST_LOOPS, HOST_STEPS = 5, 400_000
@@ -49,6 +53,16 @@ def host_ms() -> float:
     return round(min(loop() for _ in range(HOST_LOOPS)), 2)
 
 
+@dataclass(frozen=True)
+class Running:
+    """A backend's server, and the points that were sent to it."""
+
+    backend: str
+    server: Server
+    room: int | None  # tokens of its cache
+    sent: list[Case] = field(default_factory=list)
+
+
 @dataclass
 class Run:
     """One command's measurements; `document` is the results file, whose `rows` are readings."""
@@ -62,7 +76,6 @@ class Run:
     document: dict
     output: Path
     fresh_seeds: int = field(default=0, init=False)
-    sent: list[Case] = field(default_factory=list, init=False)  # to the server that runs
 
     def missing(self, backend: str, turn: int) -> list[Case]:
         """The points without a reading of this turn, in the file of an earlier call either."""
@@ -77,53 +90,93 @@ class Run:
         typer.secho(text, fg="red")
         results.write(self.document, self.output)
 
-    def all(self, turns: int) -> None:
+    def all(self, turns: int, together: bool) -> None:
         """Every turn of every backend; a server that fails does not end the run, a signal does."""
-        seeded = ["seeded"] if self.serving.weights == "seeded" else []
-        log = self.output.with_suffix("") / "load.log"
-        with plugins([*self.scenario.plugins, *seeded]) as more, Generator(self.engine.load_module, log) as generator:
-            options = {"environment": self.document["environment"] | more}
-            for turn in range(1, turns + 1):
+        log, rounds = self.output.with_suffix("") / "load.log", range(1, turns + 1)
+        with Generator(self.engine.load_module, log) as generator:
+            if together:
+                self.on_servers(self.backends, rounds, generator)
+                return
+            for turn in rounds:
                 for name in self.backends:
-                    if not self.missing(name, turn):
-                        continue
-                    log = self.output.with_suffix("") / f"{name}-{turn}.log"
-                    typer.echo(f"{name}, turn {turn}: starting, log in {log}")
-                    try:
-                        with served(
-                            self.engine, self.serving, self.variant(name), self.flags, log=log, **options
-                        ) as server:
-                            self.pass_over(server, generator, name, turn)
-                    except Failed as failure:
-                        self.fail(f"{name}: {failure}")
+                    self.on_servers([name], range(turn, turn + 1), generator)
 
-    def pass_over(self, server: Server, generator: Generator, backend: str, turn: int) -> None:
-        """All points on one server."""
-        room, self.sent = self.engine.cache_tokens(server.log()), []
-        server.about.update(cache_tokens=room, cuda_graphs=self.engine.in_graphs(server.log()))
-        self.document["servers"][f"{backend}, turn {turn}"] = server.about
-        for case in self.missing(backend, turn):
-            if room is not None and case.tokens > room:
-                text = f"{backend}, {case.text}: needs a cache of {case.tokens:,} tokens, the server has {room:,}"
-                self.document["skipped"] += [text] * (text not in self.document["skipped"])
-                continue
-            try:
-                reading = self.of_case(server, generator, case)
-                row = {"backend": backend, "turn": turn, "point": case.text, **reading}
-                self.document["rows"].append(row)
-                results.write(self.document, self.output)
-                typer.echo(f"{backend}, {case.text}: TPOT {row['tpot_ms']:.2f} ms, host {row['host_ms']:.1f} ms")
-            except Failed as failure:
-                self.fail(f"{backend}, turn {turn}, {case.text}: {failure}")
-                if server.process.ended() is not None:
-                    return
+    def on_servers(self, names: list[str], turns: range, generator: Generator) -> None:
+        """These turns of these backends, each point on one server after the other."""
+        names = [name for name in names if any(self.missing(name, turn) for turn in turns)]
+        try:
+            with self.servers(names, turns[0]) as running:
+                for turn in turns:
+                    for case in self.cases:
+                        for one in running:
+                            self.point(one, generator, turn, case)
+        except Failed as failure:
+            self.fail(str(failure))
 
-    def of_case(self, server: Server, generator: Generator, case: Case) -> dict:
+    @contextmanager
+    def servers(self, names: list[str], turn: int) -> Iterator[list[Running]]:
+        """Those of these backends' servers that start, which they do at the same time."""
+        found: list[Running] = []
+        with ExitStack() as stack:
+            with ThreadPoolExecutor(max(1, len(names))) as pool:
+                starts = [pool.submit(stack.enter_context, self.started(name, turn)) for name in names]
+                try:
+                    for start in starts:
+                        try:
+                            found.append(start.result())
+                        except Failed as failure:
+                            self.fail(str(failure))
+                except Stopped:
+                    end_all()
+                    raise
+            yield found
+
+    @contextmanager
+    def started(self, name: str, turn: int) -> Iterator[Running]:
+        """A backend's server. Raises Failed, naming the backend."""
+        log = self.output.with_suffix("") / f"{name}-{turn}.log"
+        typer.echo(f"{name}, turn {turn}: starting, log in {log}")
+        seeded = ["seeded"] if self.serving.weights == "seeded" else []
+        try:
+            with (
+                plugins([*self.scenario.plugins, *seeded]) as more,
+                served(
+                    self.engine, self.serving, self.variant(name), self.flags,
+                    log=log, environment=self.document["environment"] | more,
+                ) as server,
+            ):  # fmt: skip
+                room = self.engine.cache_tokens(server.log())
+                server.about.update(cache_tokens=room, cuda_graphs=self.engine.in_graphs(server.log()))
+                self.document["servers"][f"{name}, turn {turn}"] = server.about
+                yield Running(name, server, room)
+        except Failed as failure:
+            raise Failed(f"{name}: {failure}") from failure
+
+    def point(self, running: Running, generator: Generator, turn: int, case: Case) -> None:
+        """One reading, unless it is there, the cache has no room for it, or the server has ended."""
+        backend, room = running.backend, running.room
+        if case not in self.missing(backend, turn) or running.server.process.ended() is not None:
+            return
+        if room is not None and case.tokens > room:
+            text = f"{backend}, {case.text}: needs a cache of {case.tokens:,} tokens, the server has {room:,}"
+            self.document["skipped"] += [text] * (text not in self.document["skipped"])
+            return
+        try:
+            reading = self.of_case(running, generator, case)
+        except Failed as failure:
+            self.fail(f"{backend}, turn {turn}, {case.text}: {failure}")
+            return
+        row = {"backend": backend, "turn": turn, "point": case.text, **reading}
+        self.document["rows"].append(row)
+        results.write(self.document, self.output)
+        typer.echo(f"{backend}, {case.text}: TPOT {row['tpot_ms']:.2f} ms, host {row['host_ms']:.1f} ms")
+
+    def of_case(self, running: Running, generator: Generator, case: Case) -> dict:
         """A reading of a case, after a warm-up unless its prompts are in the prefix cache already."""
-        cached = case.prefill == "cached"
-        if not any(case == one or case.in_cache_after(one) for one in self.sent):
+        cached, server = case.prefill == "cached", running.server
+        if not any(case == one or case.in_cache_after(one) for one in running.sent):
             self.reading(server, generator, replace(case.load, output=2, seed=self.seed(cached)))
-            self.sent.append(case)
+            running.sent.append(case)
         for _ in range(2):  # prompts that were evicted are cached again after one run
             reading = self.reading(server, generator, replace(case.load, seed=self.seed(cached)))
             share = reading["cached_share"]
@@ -174,6 +227,7 @@ def main(
     only: Annotated[list[str] | None, typer.Option(help="Points with this text, as in '16 x 16K'; repeatable.")] = None,
     turns: Annotated[int, typer.Option(min=1, help="Turns of each backend.")] = 2,
     flag: Annotated[list[str] | None, typer.Option(help="A server's flag more, as --flag=--x=y; repeatable.")] = None,
+    together: Annotated[bool, typer.Option("--together", help="All servers at once; flags divide the memory.")] = False,
     output: Annotated[Path | None, typer.Option(help="JSON; results/serve-<scenario>-<engine>.json if absent.")] = None,
     note: Annotated[str, typer.Option(help="Put into the output.")] = "",
     commands: Annotated[bool, typer.Option("--show", help="Print the commands; run and write nothing.")] = False,
@@ -198,7 +252,7 @@ def main(
         raise typer.Exit(2) from error
     try:
         with stopping():
-            run.all(turns)
+            run.all(turns, together)
             document["complete"] = True
     except Stopped as reason:
         document["stopped"] = str(reason)

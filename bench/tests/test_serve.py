@@ -86,6 +86,18 @@ def test_backends_take_turns_and_share_no_prompt(run, tmp_path):
     assert " 2 x 1K/8, cached | ETAP " in screen and "ITL ms" in screen
 
 
+def test_servers_that_run_together_are_read_point_by_point(run, tmp_path):
+    code, screen, document = run("--together", faults="FLASHMLA at start")
+    assert code == 1 and "FLASHMLA: the server ended" in document["failures"][0] and len(document["rows"]) == 2 * 3
+    (tmp_path / "out.json").unlink()
+    code, screen, document = run("--together")
+    assert (code, document["failures"]) == (0, []), screen
+    assert [(row["turn"], row["point"][:8], row["backend"]) for row in document["rows"]][:4] == [
+        (1, "2 x 1K/8", "ETAP"), (1, "2 x 1K/8", "FLASHMLA"), (1, "1 x 1K/8", "ETAP"), (1, "1 x 1K/8", "FLASHMLA"),
+    ]  # fmt: skip
+    assert len(document["rows"]) == 2 * 2 * 3 and len(list((tmp_path / "out").glob("*-1.log"))) == 2
+
+
 def app_of(function) -> typer.Typer:
     app = typer.Typer()
     app.command()(function)
