@@ -52,7 +52,8 @@ def servers(engine: str, own: str, peer: str, sparse: str, at_once: str, of_v4: 
         for model, names in answers.items()
     }
     found |= {f"answers-v4-{engine}": f"answers {FOLDER / 'v4'} --engine {engine} --seeded{at_once}{of_v4}"}
-    backends = {"shared-prefix": (f"{own}+shared", own, peer), "decode-sparse": (f"{own}+fp8", f"{sparse}+fp8")}
+    sparse_steps = f"{own}+fp8", f"{own}+fp8+engine_top_k", f"{sparse}+fp8"
+    backends = {"shared-prefix": (f"{own}+shared", own, peer), "decode-sparse": sparse_steps}
     for scenario, size in STEPS.items():
         name = scenario.split()[0]
         named = " ".join(f"--backend {one}" for one in backends.get(name, (own, peer)))
