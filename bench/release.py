@@ -59,8 +59,9 @@ def servers(engine: str, own: str, peer: str, sparse: str, at_once: str, of_v4: 
         named = " ".join(f"--backend {one}" for one in backends.get(name, (own, peer)))
         run = f"serve {scenario} --engine {engine} --together {named}{steps}"
         found[f"serve-{name}-{engine}"] = run.format(bytes=size * 10**9, tokens=size * 50_000)
-    run = f"soak {FOLDER / 'r1'} --engine {engine} --seeded --mode mtp --seconds 400{soak}"
-    return found | {f"soak-{engine}": run}
+    soaked = f"soak {FOLDER / 'r1'} --engine {engine} --seeded"
+    found |= {f"soak-{engine}": f"{soaked} --mode mtp --seconds 400{soak}"}
+    return found | {f"soak-shared-{engine}": f"{soaked} --backend {own}+shared --seconds 600{soak}"}
 
 
 VLLM = " -- --kv-cache-memory-bytes 6000000000"
@@ -72,7 +73,7 @@ SGLANG_FLAGS = "--mm-feature-transport cpu --sampling-backend pytorch --cuda-gra
 SGLANG_SOAK = f" --memory-share 0.7 -- {SGLANG_FLAGS} --cuda-graph-bs-decode 4 16 64 256"
 SGLANG_AT_ONCE = f" --parallel 3 -- {SGLANG_FLAGS} --cuda-graph-max-bs-decode 96 --mem-fraction-static 0.7"
 SGLANG_AT_ONCE += " --max-total-tokens 400000"
-SGLANG_V4 = " --fp8-gemm-backend triton"
+SGLANG_V4 = " --fp8-gemm-backend triton --swa-full-tokens-ratio 1"  # so that prompts asked again are found
 SGLANG_STEPS = "".join(f" --flag={word}" for word in SGLANG_FLAGS.split())
 SGLANG_STEPS += " --flag=--mem-fraction-static=0.75 --flag=--max-total-tokens={tokens}"
 PARTS = {
