@@ -59,9 +59,14 @@ def servers(engine: str, own: str, peer: str, sparse: str, at_once: str, of_v4: 
         named = " ".join(f"--backend {one}" for one in backends.get(name, (own, peer)))
         run = f"serve {scenario} --engine {engine} --together {named}{steps}"
         found[f"serve-{name}-{engine}"] = run.format(bytes=size * 10**9, tokens=size * 50_000)
-    soaked = f"soak {FOLDER / 'r1'} --engine {engine} --seeded"
-    found |= {f"soak-{engine}": f"{soaked} --mode mtp --seconds 400{soak}"}
-    return found | {f"soak-shared-{engine}": f"{soaked} --backend {own}+shared --seconds 600{soak}"}
+    run = f"soak {FOLDER / 'r1'} --engine {engine} --seeded"
+    found |= {f"soak-{engine}": f"{run} --mode mtp --seconds 400{soak}"}
+    found |= {f"soak-shared-{engine}": f"{run} --backend {own}+shared --seconds 600{soak}"}
+    for model in ("v3.2", "glm-5"):
+        run = f"soak {FOLDER / model} --engine {engine} --seeded --backend {own}+fp8"
+        found |= {f"soak-{model}-{engine}": f"{run} --seconds 180{soak}"}
+    run = f"soak {FOLDER / 'v4'} --engine {engine} --seeded --seconds 180"
+    return found | {f"soak-v4-{engine}": f"{run}{soak}{of_v4}"}
 
 
 VLLM = " -- --kv-cache-memory-bytes 6000000000"
