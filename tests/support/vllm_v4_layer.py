@@ -1,14 +1,13 @@
-"""Steps of DeepSeek-V4's attention layers in a real vLLM: `python vllm_v4_layer.py MODEL FOLDER`, v4 or v41.
+"""Steps of DeepSeek-V4's attention layers in a real vLLM, of MODEL v4 or v41.
 
 vLLM makes the configuration, selects the class, and runs layers, metadata builders, lists and the gathering of prompts'
 rows, its kernels in Triton's interpreter. The writers of the caches need a GPU or hours: the layout is written here and
-compared with vLLM's own Triton writer; an indexer's lists are written here too. FOLDER/steps gets each step's outputs
-and float64 references.
+compared with vLLM's own Triton writer; an indexer's lists are written here too. `main` writes each step's outputs and
+float64 references into FOLDER/steps.
 """
 
 import importlib
 import json
-import sys
 from pathlib import Path
 
 import torch
@@ -291,7 +290,3 @@ def main(model: str, folder: str) -> None:
         draft = replace(config, attention_config=replace(config.attention_config, backend=None))
         results["draft"] = select(draft) is type(layers[0])
     torch.save(results, Path(folder) / "steps")
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

@@ -17,7 +17,17 @@ collect_ignore_glob = [] if IN_CONTRACT else ["test_contract_*.py"]
 TESTS = Path(__file__).resolve().parents[1]
 sys.path.append(str(TESTS))
 
-RANKS_SECONDS = 1800
+# vLLM asks a process of its own about each class of models, 10 seconds each, and keeps the answers: here one asks all.
+LOOK_AT_MODELS = """
+import contextlib, json, sys
+from vllm.model_executor.models import registry
+from vllm.plugins import load_general_plugins
+load_general_plugins()
+registry._run_in_subprocess = lambda look: look()
+for name in {name for path in sys.argv[1:] for name in json.load(open(path))["architectures"]} | {"DeepSeekMTPModel"}:
+    with contextlib.suppress(Exception):  # a test that needs it fails of its own
+        registry.ModelRegistry.models[name].inspect_model_cls()
+"""
 # Attention as in DeepSeek-V3 on one of 8 ranks; everything else as small as it may be.
 MODEL = Path(__file__).resolve().parent.parent / "contract_model.json"
 
@@ -25,6 +35,14 @@ MODEL = Path(__file__).resolve().parent.parent / "contract_model.json"
 def pytest_report_header():
     if not IN_CONTRACT:
         return "vLLM contract tests: not collected here, tests/contract.py runs them in each vLLM's environment"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def known_models():
+    """In the cache of a new environment, what vLLM finds in its classes of models."""
+    if not (Path(os.environ["VLLM_CACHE_ROOT"]) / "modelinfos").exists():
+        shipped = (TESTS.parent / "configs/models").glob("*.json")
+        subprocess.run([sys.executable, "-c", LOOK_AT_MODELS, *shipped], check=True)
 
 
 @pytest.fixture(autouse=True)
@@ -82,32 +100,35 @@ def fresh_workspaces(monkeypatch):
     workspace.reset_workspace_manager()
 
 
-@pytest.fixture(scope="module")
-def on_two_ranks(model_directory, tmp_path_factory):
-    """Runs a script of this folder on two ranks, `script RANK PORT MODEL OUTPUT ARGUMENTS`; gives their results."""
+@pytest.fixture(scope="session")
+def in_forks(tmp_path_factory):
+    """Runs scripts at the same time in forks of one process, which has vLLM with Triton's interpreter."""
+    import scripts_in_forks
 
-    def run(script, *arguments):
+    path = [str(Path(__file__).parent), str(TESTS), *sys.path]
+    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(path)}
+    imports = "import dcp_rank_sparse\nfrom support import vllm_v4_layer\n"
+    folder = tmp_path_factory.mktemp("forks")
+    with scripts_in_forks.runner_of_several(imports, folder, environment) as run:
+        yield run
+
+
+@pytest.fixture(scope="module")
+def on_two_ranks(in_forks, model_directory, tmp_path_factory):
+    """Runs `main` of a module of this folder on two ranks, with RANK, PORT, MODEL, OUTPUT and arguments; gives their
+    results."""
+
+    def run(module, *arguments):
         import torch
 
         folder = tmp_path_factory.mktemp("ranks")
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
-        environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join([str(TESTS), *sys.path])}
-        ranks = []
-        for rank in range(2):
-            of_all = [Path(__file__).with_name(script), rank, port, model_directory, folder / str(rank)]
-            command = [sys.executable, *map(str, [*of_all, *arguments])]
-            with (folder / f"{rank}.log").open("w") as output:
-                ranks.append(subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT))
-        try:
-            codes = [process.wait(RANKS_SECONDS) for process in ranks]
-        finally:
-            for process in ranks:
-                process.kill()
-        logs = [(folder / f"{rank}.log").read_text() for rank in range(2)]
-        assert codes == [0, 0], "".join(log[-3000:] for log in logs)
-        return [torch.load(folder / str(rank)) | {"log": log} for rank, log in enumerate(logs)]
+        texts = [[port, model_directory, folder / str(rank), *arguments] for rank in range(2)]
+        scripts = [f"import {module}\n{module}.main({rank}, *{list(map(str, texts[rank]))})" for rank in range(2)]
+        logs = in_forks(*scripts)
+        return [torch.load(folder / str(rank)) | {"log": "".join(log)} for rank, log in enumerate(logs)]
 
     return run
 

@@ -36,6 +36,7 @@ from support.vllm_layer import (
     LATENT,
     NAME,
     NOPE,
+    RANK_HEADS,
     ROPE,
     SCALE,
     SPECULATIVE,
@@ -475,7 +476,7 @@ RANK_CASES = [
 
 
 def rank_problem(cache, step):
-    return SparseProblem(*RANK_STEPS[step], cache, heads=2 * HEADS)
+    return SparseProblem(*RANK_STEPS[step], cache, heads=2 * RANK_HEADS)
 
 
 @pytest.fixture(scope="module")
@@ -490,7 +491,7 @@ def two_ranks(on_two_ranks, tmp_path_factory):
     buffer = torch.full((MAX_TOKENS, TOP_K), NOTHING, dtype=torch.int32)
     path = tmp_path_factory.mktemp("steps") / "steps"
     torch.save({"model": SPARSE_MODEL, "buffer": buffer, "steps": {case: saved(*case) for case in RANK_CASES}}, path)
-    return on_two_ranks("dcp_rank_sparse.py", path)
+    return on_two_ranks("dcp_rank_sparse", path)
 
 
 @pytest.mark.parametrize("case", RANK_CASES, ids=str)
@@ -500,7 +501,7 @@ def test_decode_context_parallelism_on_two_ranks_is_the_whole_attention(two_rank
     out, weight = two_ranks[rank][case]
     cache, _, step = case
     everyone = rank_problem(cache, step)
-    everyone.heads, everyone.q = HEADS, everyone.q[:, rank * HEADS : (rank + 1) * HEADS]
+    everyone.heads, everyone.q = RANK_HEADS, everyone.q[:, rank * RANK_HEADS : (rank + 1) * RANK_HEADS]
     assert_as_exact_as_torch(out, everyone, SimpleNamespace(kv_b_proj=SimpleNamespace(weight=weight)))
 
 

@@ -2,9 +2,6 @@
 
 import importlib
 import importlib.util
-import os
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,8 +18,6 @@ from support.vllm_v4_layer import RATIOS, STEPS, load_model
 
 load_general_plugins()
 
-TESTS = Path(__file__).resolve().parents[1]
-STEPS_SECONDS = 1800
 WITHIN_BFLOAT16 = 2**-7
 in_both = pytest.mark.parametrize("model", RATIOS)
 
@@ -128,16 +123,11 @@ def test_a_module_without_the_function_is_left_alone_with_a_warning(caplog):
 
 
 @pytest.fixture(scope="module", params=RATIOS)
-def steps(request, tmp_path_factory):
+def steps(request, in_forks, tmp_path_factory):
     """Outputs of a model's steps by compression ratio and step, and the log; computed in a process of its own."""
     folder = tmp_path_factory.mktemp(request.param)
-    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join([str(TESTS), *sys.path])}
-    command = [sys.executable, TESTS / "support/vllm_v4_layer.py", request.param, folder]
-    ran = subprocess.run(
-        list(map(str, command)), env=environment, capture_output=True, text=True, timeout=STEPS_SECONDS
-    )
-    assert ran.returncode == 0, (ran.stdout + ran.stderr)[-5000:]
-    return request.param, torch.load(folder / "steps"), ran.stdout + ran.stderr
+    (log,) = in_forks(f"from support import vllm_v4_layer\nvllm_v4_layer.main({request.param!r}, {str(folder)!r})")
+    return request.param, torch.load(folder / "steps"), "".join(log)
 
 
 @pytest.mark.parametrize("layer", range(3))
