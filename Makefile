@@ -77,7 +77,7 @@ test-contract: dist/built
 
 test-engines: $(STAMPS)/torch dist/built
 	@echo "Downloads the older supported vLLM and SGLang, 6 GB on disk, and runs the contract tests that make test leaves out in"
-	@echo "all four, two at a time: 10 minutes on two cores."
+	@echo "all four, two at a time: 7 minutes on two cores."
 	@$(BIN)/python tests/contract.py --rest --wheel dist/*.whl
 
 test-exhaustive: $(STAMPS)/installed
