@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import typer
 
@@ -37,57 +37,64 @@ CHECKS |= {f"flashmla-v4-{n}": f"suites flashmla-v4 --checkout FlashMLA --part {
 
 
 STEPS = {"decode-short --only 16K": 22, "shared-prefix": 9, "decode-sparse --only 16K": 12, "mtp --only 16K": 6}
-"""Scenarios of servers that run together, and gigabytes for the cache of each, 50,000 tokens in one."""
+"""Scenarios of servers that run together, and for the cache of each so many gigabytes, or 50,000 tokens for each."""
 
 
-def servers(engine: str, own: str, peer: str, sparse: str, at_once: str, of_v4: str, soak: str, steps: str) -> dict:
-    """What runs beside one engine: its names for ETAP and its own backends, then options: of answers, more of
-    DeepSeek-V4's answers, of the soak, of steps."""
-    in_fp8 = f"{sparse}+fp8,{own}+fp8"
-    answers = {"r1": f"{peer},{own},{own}+shared", "v3.2": f"{in_fp8},{own}+fp8+engine_top_k", "glm-5": in_fp8}
-    modes = {"r1": " --modes plain,mtp"}
-    found = {
-        f"answers-{model}-{engine}": f"answers {FOLDER / model} --engine {engine} --seeded --backends {names}"
-        f"{modes.get(model, '')}{at_once}"
-        for model, names in answers.items()
-    }
-    found |= {f"answers-v4-{engine}": f"answers {FOLDER / 'v4'} --engine {engine} --seeded{at_once}{of_v4}"}
-    sparse_steps = f"{own}+fp8", f"{own}+fp8+engine_top_k", f"{sparse}+fp8"
-    backends = {"shared-prefix": (f"{own}+shared", own, peer), "decode-sparse": sparse_steps}
+class Options(NamedTuple):
+    """Of answers, of DeepSeek-V4 besides, of soaks, and of steps, which get bytes and tokens of a cache."""
+
+    answers: str
+    v4: str
+    soaks: str
+    steps: str
+
+
+def servers(engine: str, own: str, peer: str, sparse: str, options: Options) -> dict[str, str]:
+    """What runs beside one engine: its names for ETAP and its own backends."""
+    in_fp8, top_k, shared = f"{own}+fp8", f"{own}+fp8+engine_top_k", f"{own}+shared"
+    answers = {"r1": f"r1 --modes plain,mtp --backends {peer},{own},{shared}", "v4": "v4"}
+    answers |= {"v3.2": f"v3.2 --backends {sparse}+fp8,{in_fp8},{top_k}"}
+    answers |= {"glm-5": f"glm-5 --backends {sparse}+fp8,{in_fp8}"}
+    soaks = {"": "r1 --mode mtp --seconds 400", "-shared": f"r1 --backend {shared} --seconds 600"}
+    soaks |= {f"-{model}": f"{model} --backend {in_fp8} --seconds 180" for model in ("v3.2", "glm-5")}
+    soaks |= {"-v4": "v4 --seconds 180"}
+    backends = {"shared-prefix": (shared, own, peer), "decode-sparse": (in_fp8, top_k, f"{sparse}+fp8")}
+    found = {}
+    for name, words in answers.items():
+        found[f"answers-{name}-{engine}"] = f"answers {FOLDER}/{words} --engine {engine} --seeded{options.answers}"
     for scenario, size in STEPS.items():
         name = scenario.split()[0]
         named = " ".join(f"--backend {one}" for one in backends.get(name, (own, peer)))
-        run = f"serve {scenario} --engine {engine} --together {named}{steps}"
+        run = f"serve {scenario} --engine {engine} --together {named}{options.steps}"
         found[f"serve-{name}-{engine}"] = run.format(bytes=size * 10**9, tokens=size * 50_000)
-    run = f"soak {FOLDER / 'r1'} --engine {engine} --seeded"
-    found |= {f"soak-{engine}": f"{run} --mode mtp --seconds 400{soak}"}
-    found |= {f"soak-shared-{engine}": f"{run} --backend {own}+shared --seconds 600{soak}"}
-    for model in ("v3.2", "glm-5"):
-        run = f"soak {FOLDER / model} --engine {engine} --seeded --backend {own}+fp8"
-        found |= {f"soak-{model}-{engine}": f"{run} --seconds 180{soak}"}
-    run = f"soak {FOLDER / 'v4'} --engine {engine} --seeded --seconds 180"
-    return found | {f"soak-v4-{engine}": f"{run}{soak}{of_v4}"}
+    for name, words in soaks.items():
+        found[f"soak{name}-{engine}"] = f"soak {FOLDER}/{words} --engine {engine} --seeded{options.soaks}"
+    return found | {name: found[name] + options.v4 for name in found if "-v4-" in name}
 
 
 VLLM = " -- --kv-cache-memory-bytes 6000000000"
-AT_ONCE = f" --parallel 3{VLLM} --gpu-memory-utilization 0.2"
-V4 = ' --kv-cache-dtype fp8 --block-size 256 --kernel-config {"enable_jit_warmup":false}'
-VLLM_STEPS = " --flag=--kv-cache-memory-bytes={bytes} --flag=--gpu-memory-utilization=0.2"
+ON_VLLM = Options(
+    answers=f" --parallel 3{VLLM} --gpu-memory-utilization 0.2",
+    v4=' --kv-cache-dtype fp8 --block-size 256 --kernel-config {"enable_jit_warmup":false}',
+    soaks=VLLM,
+    steps=" --flag=--kv-cache-memory-bytes={bytes} --flag=--gpu-memory-utilization=0.2",
+)
 TOP_K = "serve top-k --engine vllm --turns 1 --backend ETAP+fp8 --backend ETAP+fp8+engine_top_k"
-SGLANG_FLAGS = "--mm-feature-transport cpu --sampling-backend pytorch --cuda-graph-backend-prefill disabled"
-SGLANG_SOAK = f" --memory-share 0.7 -- {SGLANG_FLAGS} --cuda-graph-bs-decode 4 16 64 256"
-SGLANG_AT_ONCE = f" --parallel 3 -- {SGLANG_FLAGS} --cuda-graph-max-bs-decode 96 --mem-fraction-static 0.7"
-SGLANG_AT_ONCE += " --max-total-tokens 400000"
-SGLANG_V4 = " --fp8-gemm-backend triton --swa-full-tokens-ratio 1"  # so that prompts asked again are found
-SGLANG_STEPS = "".join(f" --flag={word}" for word in SGLANG_FLAGS.split())
-SGLANG_STEPS += " --flag=--mem-fraction-static=0.75 --flag=--max-total-tokens={tokens}"
+SGLANG = "--mm-feature-transport cpu --sampling-backend pytorch --cuda-graph-backend-prefill disabled"
+ON_SGLANG = Options(
+    answers=f" --parallel 3 -- {SGLANG} --cuda-graph-max-bs-decode 96 --mem-fraction-static 0.7"
+    " --max-total-tokens 400000",
+    v4=" --fp8-gemm-backend triton --swa-full-tokens-ratio 1",  # so that prompts asked again are found
+    soaks=f" --memory-share 0.7 -- {SGLANG} --cuda-graph-bs-decode 4 16 64 256",
+    steps="".join(f" --flag={word}" for word in f"{SGLANG} --mem-fraction-static 0.75".split())
+    + " --flag=--max-total-tokens={tokens}",
+)
 PARTS = {
     "kernels": KERNELS,
     "proxy": {f"{name}-h20-proxy": f"{command} --h20-proxy" for name, command in PROXY.items()},
     "checks": CHECKS,
-    "vllm": servers("vllm", "ETAP", "FLASHMLA", "FLASHMLA_SPARSE", AT_ONCE, V4, VLLM, VLLM_STEPS)
-    | {"serve-top-k-vllm": TOP_K},
-    "sglang": servers("sglang", "etap", "flashmla", "dsa", SGLANG_AT_ONCE, SGLANG_V4, SGLANG_SOAK, SGLANG_STEPS),
+    "vllm": servers("vllm", "ETAP", "FLASHMLA", "FLASHMLA_SPARSE", ON_VLLM) | {"serve-top-k-vllm": TOP_K},
+    "sglang": servers("sglang", "etap", "flashmla", "dsa", ON_SGLANG),
 }
 """By part: names of the results files, and the commands that make them."""
 

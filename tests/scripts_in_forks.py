@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-SCRIPT_SECONDS = 1800
+SCRIPT_SECONDS = 900
 
 # Reads lines of scripts' paths, runs those of a line at the same time, and writes their exit statuses. A script's
 # output and errors lie beside it.

@@ -17,7 +17,7 @@ import shlex
 import tempfile
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -92,14 +92,11 @@ class Run:
 
     def all(self, turns: int, together: bool) -> None:
         """Every turn of every backend; a server that fails does not end the run, a signal does."""
-        log, rounds = self.output.with_suffix("") / "load.log", range(1, turns + 1)
-        with Generator(self.engine.load_module, log) as generator:
-            if together:
-                self.on_servers(self.backends, rounds, generator)
-                return
-            for turn in rounds:
-                for name in self.backends:
-                    self.on_servers([name], range(turn, turn + 1), generator)
+        rounds = range(1, turns + 1)
+        alone = [([name], range(turn, turn + 1)) for turn in rounds for name in self.backends]
+        with Generator(self.engine.load_module, self.output.with_suffix("") / "load.log") as generator:
+            for names, those in [(self.backends, rounds)] if together else alone:
+                self.on_servers(names, those, generator)
 
     def on_servers(self, names: list[str], turns: range, generator: Generator) -> None:
         """These turns of these backends, each point on one server after the other."""
@@ -116,41 +113,35 @@ class Run:
     @contextmanager
     def servers(self, names: list[str], turn: int) -> Iterator[list[Running]]:
         """Those of these backends' servers that start, which they do at the same time."""
-        found: list[Running] = []
+        found = []
         with ExitStack() as stack:
-            with ThreadPoolExecutor(max(1, len(names))) as pool:
-                starts = [pool.submit(stack.enter_context, self.started(name, turn)) for name in names]
+            with ThreadPoolExecutor() as pool:
+                starts = {name: pool.submit(stack.enter_context, self.started(name, turn)) for name in names}
                 try:
-                    for start in starts:
-                        try:
-                            found.append(start.result())
-                        except Failed as failure:
-                            self.fail(str(failure))
+                    wait(starts.values())
                 except Stopped:
                     end_all()
                     raise
+            for name, start in starts.items():
+                try:
+                    found.append(start.result())
+                except Failed as failure:
+                    self.fail(f"{name}: {failure}")
             yield found
 
     @contextmanager
     def started(self, name: str, turn: int) -> Iterator[Running]:
-        """A backend's server. Raises Failed, naming the backend."""
+        """A backend's server. Raises Failed."""
         log = self.output.with_suffix("") / f"{name}-{turn}.log"
         typer.echo(f"{name}, turn {turn}: starting, log in {log}")
         seeded = ["seeded"] if self.serving.weights == "seeded" else []
-        try:
-            with (
-                plugins([*self.scenario.plugins, *seeded]) as more,
-                served(
-                    self.engine, self.serving, self.variant(name), self.flags,
-                    log=log, environment=self.document["environment"] | more,
-                ) as server,
-            ):  # fmt: skip
+        with plugins([*self.scenario.plugins, *seeded]) as more:
+            options = {"log": log, "environment": self.document["environment"] | more}
+            with served(self.engine, self.serving, self.variant(name), self.flags, **options) as server:
                 room = self.engine.cache_tokens(server.log())
                 server.about.update(cache_tokens=room, cuda_graphs=self.engine.in_graphs(server.log()))
                 self.document["servers"][f"{name}, turn {turn}"] = server.about
                 yield Running(name, server, room)
-        except Failed as failure:
-            raise Failed(f"{name}: {failure}") from failure
 
     def point(self, running: Running, generator: Generator, turn: int, case: Case) -> None:
         """One reading, unless it is there, the cache has no room for it, or the server has ended."""

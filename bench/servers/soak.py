@@ -49,7 +49,6 @@ from bench.servers.traffic import Settings, Tally, Traffic
 # at least so many nats, and so many medians of the idle server against itself. With DeepSeek-V4's seeded layers (0.094
 # nats) two correct servers differed by up to 4.7, 7.9 and 3.9 of these, another context by 20.
 MOST_GAP, MOST_STEP, MOST_REQUEST, MOST_MEDIAN = 0.5, 1.0, 0.3, 0.05
-SPARSE = 3  # times those, where rounding changes which rows are chosen: V3.2 with itself up to 0.8, 1.9 and 0.4
 NOISES = (10, 16, 8)
 PROMPTS, ANSWER = (40, 200, 700, 1500, 2300, 3000, 3600, 4000), 32  # tokens of prompts and their answers
 FEW = 4
@@ -71,9 +70,7 @@ def prompts_of(model: Path) -> list[list[int]]:
 class Probes:
     """Prompts that the idle server answers first, so that later answers can be compared."""
 
-    def __init__(self, server: Server, prompts: list[list[int]], timeout: float, sparse: bool = False):
-        scale = SPARSE if sparse else 1
-        self.least = MOST_GAP * scale, MOST_STEP * scale, MOST_REQUEST * scale
+    def __init__(self, server: Server, prompts: list[list[int]], timeout: float):
         self.server, self.timeout, self.http = server, timeout, client.new_client()
         self.prompts = prompts
         self.reference: list[Answer] = []
@@ -102,7 +99,8 @@ class Probes:
 
     def limits(self) -> list[float]:
         """What rounding explains: the gap of the best two, the difference of a step, the median of a request."""
-        return [max(one, n * self.noise) for one, n in zip(self.least, NOISES, strict=True)]
+        least = MOST_GAP, MOST_STEP, MOST_REQUEST
+        return [max(one, n * self.noise) for one, n in zip(least, NOISES, strict=True)]
 
     def objections(self, found: Agreement) -> list[str]:
         """What exceeds rounding in an agreement."""
@@ -281,8 +279,7 @@ def soak(engine: str, serving: Serving, variant: Variant, settings: Settings, fl
             server,
         ):  # fmt: skip
             document["server"] = server.about
-            sparse = is_sparse(configuration(serving.model))
-            probes = Probes(server, prompts_of(Path(serving.model)), settings.timeout, sparse)
+            probes = Probes(server, prompts_of(Path(serving.model)), settings.timeout)
             traffic = Traffic(server.engine, server.url + server.engine.path, settings, tally)
             Soak(server, serving.draft_tokens > 0, probes, traffic, document).run()
     except Stopped as reason:

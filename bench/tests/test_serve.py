@@ -170,6 +170,8 @@ def test_shipped_scenarios_name_backends_models_and_plugins(name, tmp_path):
 def test_the_prefix_cache_must_have_the_common_prefix(share, right):
     (case,) = cases_of([Point(input=1024, prefix=1000, output=2, concurrency=[1], waves=4)], [])
     assert case.text == "1 x 1000+24/2, served" and case.cached_as_wanted(share) == right
+    (case,) = cases_of([Point(input=1024, prefix=1000, output=2, concurrency=[4], prefill="cached")], [])
+    assert case.tokens == (15 + 4 * 2) * 64  # whole pages of the prefix once
 
 
 REFUSED = [

@@ -24,7 +24,6 @@ FP8 = torch.float8_e4m3fn
 KV_SCALE = 0.3  # no power of two: it must not be rounded into the values
 CACHES = {"auto": None, "fp8": KV_SCALE}
 """Types of the KV cache, with their scales."""
-RANK_HEADS = 8  # of each of two ranks, because Triton's interpreter merges one head after the other
 DCP_CONFIGURATIONS = [("auto", 1, BLOCK), ("fp8", 1, BLOCK), ("auto", 1, 16), ("auto", 16, BLOCK)]
 """With decode context parallelism: type of the cache, consecutive tokens that a rank has, and tokens per block."""
 DCP_STEPS = {

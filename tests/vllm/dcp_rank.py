@@ -24,8 +24,8 @@ from support.vllm_layer import (
     CACHES,
     DCP_CONFIGURATIONS,
     DCP_STEPS,
+    HEADS,
     MAX_REQUESTS,
-    RANK_HEADS,
     SPECULATIVE,
     Problem,
     build_layer,
@@ -57,16 +57,15 @@ def prepare() -> None:
 def share_of(problem: Problem, rank: int, interleave: int) -> tuple[Problem, list[int]]:
     """The step with the tokens that vLLM's interleaved cache gives to one rank, and their number per request."""
     local = [rows[torch.arange(len(rows)) // interleave % RANKS == rank] for rows in problem.stored]
-    lengths = [max(1, len(rows)) for rows in local]
-    share = Problem(lengths, problem.query_lens, heads=RANK_HEADS, block=problem.block)
-    share.q = problem.q[:, rank * RANK_HEADS : (rank + 1) * RANK_HEADS]
+    share = Problem([max(1, len(rows)) for rows in local], problem.query_lens, block=problem.block)
+    share.q = problem.q[:, rank * HEADS : (rank + 1) * HEADS]
     share.store(local, len(share.cache))
     return share, [len(rows) for rows in local]
 
 
 def configuration(model: str, cache_dtype: str, interleave: int, block: int, **changes):
     """vLLM's configuration of two ranks; keywords change the model's."""
-    heads = {"num_attention_heads": RANKS * RANK_HEADS, "num_key_value_heads": RANKS * RANK_HEADS}
+    heads = {"num_attention_heads": RANKS * HEADS, "num_key_value_heads": RANKS * HEADS}
     return EngineArgs(
         model=model,
         attention_backend="ETAP",
@@ -86,14 +85,14 @@ def configuration(model: str, cache_dtype: str, interleave: int, block: int, **c
 
 def run(config, rank: int, scale: float | None) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     """Output of this rank's layer in each step, and its weight."""
-    layer = build_layer(config, RANK_HEADS)
+    layer = build_layer(config, HEADS)
     layer._k_scale.fill_(scale or 1.0)
     layer.impl.reserve_workspace()
     workspace.lock_workspace()  # the builder may not need more
     builder = make_builder(layer, config)
     check_attention_cp_compatibility(config)
     schedule = builder.schedules[0]
-    assert schedule.num_heads == RANKS * RANK_HEADS
+    assert schedule.num_heads == RANKS * HEADS
     assert (builder.reorder_batch_threshold, schedule.max_s_q) == (4, 1), "drafts are decoded, each token by itself"
     try:
         claim_workspace(schedule.max_workspace_floats + 1)
@@ -110,7 +109,7 @@ def run(config, rank: int, scale: float | None) -> dict[str, tuple[torch.Tensor,
 
 def run_step(layer, builder, step, rank: int, interleave: int, scale: float | None) -> torch.Tensor:
     """Output of a step with metadata from a CUDA graph's capture with other lengths."""
-    problem = Problem(*step, heads=RANKS * RANK_HEADS, kv_scale=scale, block=builder.page_size)
+    problem = Problem(*step, heads=RANKS * HEADS, kv_scale=scale, block=builder.page_size)
     share, lengths = share_of(problem, rank, interleave)
     common = share.common_metadata()
     common.dcp_local_seq_lens = torch.tensor(lengths, dtype=torch.int32)

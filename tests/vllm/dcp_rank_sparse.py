@@ -13,7 +13,7 @@ from vllm.distributed import init_distributed_environment, initialize_model_para
 from vllm.v1.attention.backends.mla import sparse_utils
 from vllm.v1.worker.cp_utils import check_attention_cp_compatibility
 
-from support.vllm_layer import BLOCK, RANK_HEADS, Problem, build_layer, decode, make_builder
+from support.vllm_layer import BLOCK, HEADS, Problem, build_layer, decode, make_builder
 
 
 def interpret() -> None:
@@ -24,8 +24,8 @@ def interpret() -> None:
 
 def share_of(step: dict, rank: int, interleave: int) -> Problem:
     """The step with the heads of one rank and its part of vLLM's interleaved cache, NaN elsewhere."""
-    share, rows = Problem(step["lengths"], step["query_lens"], heads=RANK_HEADS), step["rows"]
-    share.q = step["q"][:, rank * RANK_HEADS : (rank + 1) * RANK_HEADS]
+    share, rows = Problem(step["lengths"], step["query_lens"]), step["rows"]
+    share.q = step["q"][:, rank * HEADS : (rank + 1) * HEADS]
     empty = 0xFF if rows[0].dtype == torch.uint8 else torch.nan
     share.cache = torch.full((len(share.cache), BLOCK, rows[0].shape[1]), empty, dtype=rows[0].dtype)
     for request, of_request in enumerate(rows):
@@ -39,7 +39,7 @@ def layer_of(config, asked: dict):
     """A sparse layer, its builder, and the buffer of its lists."""
     lists = asked["buffer"].clone()
     indexer = SimpleNamespace(topk_indices_buffer=lists)
-    layer = build_layer(config, RANK_HEADS, use_sparse=True, indexer=indexer, topk_indices_buffer=lists)
+    layer = build_layer(config, HEADS, use_sparse=True, indexer=indexer, topk_indices_buffer=lists)
     builder = make_builder(layer, config)
     check_attention_cp_compatibility(config)
     return layer, builder, lists

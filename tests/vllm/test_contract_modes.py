@@ -29,7 +29,6 @@ from support.vllm_layer import (
     HEADS,
     LATENT,
     NAME,
-    RANK_HEADS,
     ROPE,
     SPECULATIVE,
     Problem,
@@ -380,9 +379,9 @@ def test_decode_context_parallelism_on_two_ranks_is_the_whole_attention(two_rank
     """With drafts too. A rank that has no token of a request gets its heads' result from the other rank."""
     out, weight = two_ranks[rank][(*configuration, step)]
     cache = configuration[0]
-    everyone = Problem(*DCP_STEPS[step], heads=2 * RANK_HEADS, kv_scale=CACHES[cache])
-    share = Problem(*DCP_STEPS[step], heads=RANK_HEADS)
-    share.q, share.kv = everyone.q[:, rank * RANK_HEADS : (rank + 1) * RANK_HEADS], everyone.kv
+    everyone = Problem(*DCP_STEPS[step], heads=2 * HEADS, kv_scale=CACHES[cache])
+    share = Problem(*DCP_STEPS[step])
+    share.q, share.kv = everyone.q[:, rank * HEADS : (rank + 1) * HEADS], everyone.kv
     assert_as_exact_as_torch(out, share, weight)
 
 

@@ -36,7 +36,6 @@ from support.vllm_layer import (
     LATENT,
     NAME,
     NOPE,
-    RANK_HEADS,
     ROPE,
     SCALE,
     SPECULATIVE,
@@ -476,7 +475,7 @@ RANK_CASES = [
 
 
 def rank_problem(cache, step):
-    return SparseProblem(*RANK_STEPS[step], cache, heads=2 * RANK_HEADS)
+    return SparseProblem(*RANK_STEPS[step], cache, heads=2 * HEADS)
 
 
 @pytest.fixture(scope="module")
@@ -501,7 +500,7 @@ def test_decode_context_parallelism_on_two_ranks_is_the_whole_attention(two_rank
     out, weight = two_ranks[rank][case]
     cache, _, step = case
     everyone = rank_problem(cache, step)
-    everyone.heads, everyone.q = RANK_HEADS, everyone.q[:, rank * RANK_HEADS : (rank + 1) * RANK_HEADS]
+    everyone.heads, everyone.q = HEADS, everyone.q[:, rank * HEADS : (rank + 1) * HEADS]
     assert_as_exact_as_torch(out, everyone, SimpleNamespace(kv_b_proj=SimpleNamespace(weight=weight)))
 
 
