@@ -81,8 +81,10 @@ def whole_load(lengths, partitions: int, calls: Calls) -> int:
     share = line_share(lengths, partitions, calls)
     rows = min(len(lengths), partitions) * row_tile
     many = MANY_SPLIT_ROWS * partitions
-    saved = (rows + many // 2) // many if row_tile > MEMORY_ROWS else math.ceil(rows / (SPLIT_ROWS * partitions))
-    split = own_bound(lengths, partitions, calls) or share
+    own = own_bound(lengths, partitions, calls)
+    dear = rows * (3 if own else 4) / (4 * SPLIT_ROWS * partitions)
+    saved = (rows + many // 2) // many if row_tile > MEMORY_ROWS else math.ceil(dear)
+    split = own or share
     return split + calls.split_cost + saved + share // OWN_TOLERANCE
 
 
@@ -241,7 +243,7 @@ def test_even_requests_stay_whole_where_a_split_costs_more_than_it_saves(batch, 
 
 def test_how_many_rows_leave_requests_whole():
     """64 on 132 partitions: halves halve each partition's work, but more rows make a split dearer."""
-    for tokens, whole in ((4096, ()), (1024, (32,)), (512, (16, 32, 64)), (128, ROW_TILES)):
+    for tokens, whole in ((4096, ()), (1024, ()), (512, (32, 64)), (128, ROW_TILES)):
         uncut = [tile for tile in ROW_TILES if not build([tokens] * 64, 132, row_tile=tile)[1].any()]
         assert uncut == list(whole)
     assert build([128] * 4, 132, row_tile=64)[1].any()  # few requests: there is hardly anything to combine
