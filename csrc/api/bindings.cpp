@@ -159,24 +159,29 @@ void build_shared_schedule(const SharedScheduleCall& call) {
   });
 }
 
-// Whether requests may be in several splits, which the combination sums. Stacks are the merge's.
-bool combines(const DecodeParams& params) { return params.partitions > 1 && params.call_of != CallOf::kStacks; }
-
-// The decode kernel, and the combination behind it.
-void launch_decode(const DecodeCall& call, const DecodeParams& params, int device, cudaStream_t stream) {
-  const DecodeKernel& kernel = kernel_of(call, params.row_tile);
-  launch(prepare_decode(params, kernel, call.fp8_cache()), params, device, stream);
-  if (!combines(params)) return;
-  const void* const arguments[] = {&params};
-  launch_overlapping(prepare_combine(params, kernel.leaves_room, call.num_sms), arguments, device, stream);
+// The launches of a call, in order: decode(params), and sum(launch, params) of what reads partial results. Requests' own tiles come before
+// the stacks. So in a step without stacks the CTAs that find none pass while the last ones of own tiles still compute, and the next call
+// begins to load hardly later than if there had been none.
+template <class Decode, class Sum>
+void for_each_launch(const DecodeCall& call, Decode&& decode, Sum&& sum) {
+  const auto combine = [&](const DecodeParams& params) {
+    if (params.partitions == 1) return;  // no request is split
+    sum(prepare_combine(params, kernel_of(call).leaves_room, call.num_sms), static_cast<const ResultParams&>(params));
+  };
+  if (!call.shared.has_value()) {
+    const DecodeParams params = decode_params(call);
+    decode(params);
+    return combine(params);
+  }
+  const SharedDecode shared = shared_decode(call);
+  decode(shared.own);
+  decode(shared.stacks);
+  combine(shared.own);
+  sum(prepare_merge(shared.merge, call.num_sms), shared.merge);
 }
 
-void launch_shared(const DecodeCall& call, int device, cudaStream_t stream) {
-  const SharedDecode shared = shared_decode(call);
-  launch_decode(call, shared.stacks, device, stream);
-  launch_decode(call, shared.own, device, stream);
-  const void* const arguments[] = {&shared.merge};
-  launch_overlapping(prepare_merge(shared.merge, call.num_sms), arguments, device, stream);
+DecodeLaunch prepared(const DecodeCall& call, const DecodeParams& params) {
+  return prepare_decode(params, kernel_of(call, params.row_tile), call.fp8_cache());
 }
 
 void decode(const DecodeCall& call) {
@@ -184,8 +189,12 @@ void decode(const DecodeCall& call) {
   const DLDevice device = call.q.device();
   on_device("q", device, [&](cudaStream_t stream) {
     if (call.is_empty()) return;
-    if (call.shared.has_value()) return launch_shared(call, device.device_id, stream);
-    launch_decode(call, decode_params(call), device.device_id, stream);
+    for_each_launch(
+        call, [&](const DecodeParams& params) { launch(prepared(call, params), params, device.device_id, stream); },
+        [&](const KernelLaunch& kernel, const auto& params) {
+          const void* const arguments[] = {&params};
+          launch_overlapping(kernel, arguments, device.device_id, stream);
+        });
   });
 }
 
@@ -223,21 +232,13 @@ Array<Launch> decode_launches(const DecodeCall& call) {
   check(call);
   Array<Launch> all;
   if (call.is_empty()) return all;
-  const auto add = [&](const DecodeParams& params) {
-    const DecodeKernel& kernel = kernel_of(call, params.row_tile);
-    const DecodeLaunch decode = prepare_decode(params, kernel, call.fp8_cache());
-    all.push_back(launch_of(decode.kernel, params, decode));
-    if (!combines(params)) return;
-    all.push_back(launch_of<ResultParams>(prepare_combine(params, kernel.leaves_room, call.num_sms), params, {}));
-  };
-  if (!call.shared.has_value()) {
-    add(decode_params(call));
-    return all;
-  }
-  const SharedDecode shared = shared_decode(call);
-  add(shared.stacks);
-  add(shared.own);
-  all.push_back(launch_of(prepare_merge(shared.merge, call.num_sms), shared.merge, {}));
+  for_each_launch(
+      call,
+      [&](const DecodeParams& params) {
+        const DecodeLaunch decode = prepared(call, params);
+        all.push_back(launch_of(decode.kernel, params, decode));
+      },
+      [&](const KernelLaunch& kernel, const auto& params) { all.push_back(launch_of(kernel, params, {})); });
   return all;
 }
 

@@ -87,9 +87,9 @@ CUTE_DEVICE void write(const MergeParams& params, int request, int row, int dim,
 __global__ void __launch_bounds__(kWarps* kWarpSize, kBlocksPerSm) merge_kernel(const __grid_constant__ MergeParams params) {
   const int task = blockIdx.x * kWarps + threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
   const int row = task / (kLatentDim / kTaskDims) * 8 + lane / 4, dim = task % (kLatentDim / kTaskDims) * kTaskDims + lane % 4 * kLaneDims;
+  cudaTriggerProgrammaticLaunchCompletion();
   const bool none = *params.stack_count == 0;
   if (none && (blockIdx.x > 0 || blockIdx.y > 0)) return;
-  cudaTriggerProgrammaticLaunchCompletion();
   cudaGridDependencySynchronize();
 #pragma unroll 1
   for (int request = blockIdx.y; request < params.batch && !none; request += gridDim.y) {

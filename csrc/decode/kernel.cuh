@@ -135,8 +135,8 @@ CUTE_DEVICE void init_barriers(Shared<T>& shared, bool gathered, bool query_maps
 }
 
 // Whether a call of stacks has none in this step; most calls have none, and then the next kernel shall not wait for this one. So all
-// CTAs but one end at once, which leaves their room to the next kernel's. That one waits for the predecessor: the next kernel waits
-// until this one has ended, and may then take the predecessor for ended, too, as behind a call that waits in every CTA.
+// CTAs but one end at once, which leaves their room to the next kernel's. That one waits for the predecessor, the call of own tiles: the
+// next kernel waits until this one has ended, and may then take the predecessor for ended, too, as behind a call that waits in every CTA.
 CUTE_DEVICE bool is_without_stacks(const DecodeParams& params) {
   if (!params.early_loads) ETAP_MARKED(stacks_wait, cudaGridDependencySynchronize());
   if (*params.stack_count > 0) return false;

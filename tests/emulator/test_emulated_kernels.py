@@ -417,7 +417,7 @@ def test_scores_far_below_zero_are_attended_to(heads, num_sms):
 def test_decode_waits_for_its_predecessor_before_it_lets_the_combine_kernel_begin(source):
     """The combine kernel reads the list of split requests as soon as it begins.
 
-    Behind a call of stacks that finds none comes another decode kernel: there one CTA triggers first and then waits.
+    A call of stacks that finds none comes behind a kernel that has waited: there one CTA triggers first and waits then.
     """
     module = kernels.module(source)
     for name in module.names.values():

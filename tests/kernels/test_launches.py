@@ -10,7 +10,7 @@ from etap_backend import DecodeSchedule, sparse_workspace_floats
 from etap_backend._library import library
 from etap_backend.schedule import decode_shape
 from etap_backend.sparse import sparse_decode_shape
-from support.cases import SOFTMAX_SCALE, Case, build
+from support.cases import SOFTMAX_SCALE, Case, Runner, build
 from support.sparse_cases import CACHES, SparseCase
 from support.sparse_cases import build as build_sparse
 
@@ -219,6 +219,19 @@ def test_neighbouring_latent_and_rope_are_copied_as_one():
 def test_queries_are_copied_by_tma_where_it_can(q, mapped):
     decode = launches(Case((64,), 16, num_sms=1), q=q)[0]
     assert len(decode[7]) == (2 if mapped else 0)
+
+
+def test_a_call_that_may_share_prefixes_decodes_own_tiles_first():
+    """A kernel of stacks that came first would hold back the next call's loads in every step that shares nothing."""
+    problem = build(Case((300,) * 4, 16, num_sms=132, prefixes=((4, 128),)), "cpu")
+    runner = Runner(problem)
+    own, stacks, combine, merge = library().decode_launches(
+        *(problem.call_q, None, problem.call_kv_cache, None, None, None, problem.block_table, problem.seq_lens),
+        *((planned := runner.build()).work_ranges, planned.split_offsets, planned.shared, planned.workspace),
+        *(runner.out.tensor, runner.lse.tensor, SOFTMAX_SCALE, *planned[:6], False, -math.inf, True),
+    )
+    assert ", 16>" in own[0] and "query_major" in stacks[0]
+    assert "few_launch" in combine[0] and "prepare_merge" in merge[0]
 
 
 def sparse_launches(case: SparseCase) -> list:
