@@ -3,8 +3,8 @@
     python -m bench sanitize [memcheck racecheck synccheck initcheck ...]    # default: memcheck racecheck
 
 The grids are small, so that each tool ends within about a minute. Together the cases take every row tile, both types,
-split and whole requests, partial tiles and several splits on one CTA, in dense and sparse calls. Run it with the
-release build, and with a debug build whose barriers give up: CMake's -DETAP_SPIN_LIMIT=2000000.
+split and whole requests, partial tiles, several splits on one CTA and shared prefixes, in dense and sparse calls. Run
+it with the release build, and with a debug build whose barriers give up: CMake's -DETAP_SPIN_LIMIT=2000000.
 """
 
 from __future__ import annotations
@@ -44,6 +44,10 @@ CASES = (
     Case((129, 450), heads=64, num_sms=2, page_size=32, seed=15),
     Case((0, 1, 65, 200, 500), heads=16, num_sms=5, page_size=1, kv_dtype="fp8", seed=16),
     Case((129, 320), heads=64, num_sms=3, page_size=16, cache_layout="apart", kv_dtype="fp8", fp8_math=True, seed=17),
+    Case((600, 640, 700, 900, 70), heads=16, num_sms=100, prefixes=((4, 576),), seed=18),
+    Case((600, 640, 700, 900, 70), heads=16, num_sms=100, kv_dtype="fp8", fp8_math=True, prefixes=((4, 576),), seed=19),
+    Case((600, 700, 70), heads=8, num_sms=5, kv_dtype="fp8", page_size=16, prefixes=((2, 576),), seed=20),
+    Case((600, 700, 70), heads=32, num_sms=100, prefixes=((1, 0),), seed=21),
 )
 SPARSE_CASES = (
     SparseCase(3, 16, 200, holes="anywhere", num_sms=5, seed=20),
