@@ -4,7 +4,9 @@
 
 The grids are small, so that each tool ends within about a minute. Together the cases take every row tile, both types,
 split and whole requests, partial tiles, several splits on one CTA and shared prefixes, in dense and sparse calls. Run
-it with the release build, and with a debug build whose barriers give up: CMake's -DETAP_SPIN_LIMIT=2000000.
+memcheck with the release build and with a debug build, whose barriers give up: CMake's -DETAP_SPIN_LIMIT=2000000.
+racecheck needs the debug build: in a release build one lane arrives at a barrier for its warp, which racecheck takes
+for a race.
 """
 
 from __future__ import annotations

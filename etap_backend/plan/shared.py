@@ -1,7 +1,4 @@
-"""`etap plan --shared-prefix`: calls whose requests all begin with the same pages.
-
-Predicted: no call with stacks was timed.
-"""
+"""`etap plan --shared-prefix`: calls whose requests all begin with the same pages, predicted from others."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from etap_backend import DecodeSchedule, sparse_workspace_floats
 from etap_backend._library import library
 from etap_backend.schedule import decode_shape
 from etap_backend.sparse import sparse_decode_shape
-from support.cases import SOFTMAX_SCALE, Case, Runner, build
+from support.cases import SOFTMAX_SCALE, Case, build
 from support.sparse_cases import CACHES, SparseCase
 from support.sparse_cases import build as build_sparse
 
@@ -20,12 +20,13 @@ def launches(case: Case, q: torch.Tensor | None = None, caches: tuple | None = N
     q = problem.call_q if q is None else q
     batch, s_q, heads, _ = q.shape
     schedule = DecodeSchedule(max(batch, 1), heads, device="cpu", **case.planned | {"max_s_q": s_q})
-    planned = schedule.build(problem.seq_lens[:batch], s_q)
+    pages = {"block_table": problem.block_table[:batch], "page_size": case.page_size}
+    planned = schedule.build(problem.seq_lens[:batch], s_q, **pages)
     out, lse = torch.empty(batch, s_q, heads, 512, dtype=case.out_dtype), torch.empty(batch, s_q, heads)
     return library().decode_launches(
         *(q, problem.call_q_rope, *(caches or (problem.call_kv_cache, problem.rope_cache))),
         *(problem.q_scale, problem.kv_scale, problem.block_table[:batch], problem.seq_lens[:batch]),
-        *(planned.work_ranges, planned.split_offsets, None, planned.workspace, out, lse),
+        *(planned.work_ranges, planned.split_offsets, planned.shared, planned.workspace, out, lse),
         *(
             SOFTMAX_SCALE,
             batch,
@@ -223,13 +224,7 @@ def test_queries_are_copied_by_tma_where_it_can(q, mapped):
 
 def test_a_call_that_may_share_prefixes_decodes_own_tiles_first():
     """A kernel of stacks that came first would hold back the next call's loads in every step that shares nothing."""
-    problem = build(Case((300,) * 4, 16, num_sms=132, prefixes=((4, 128),)), "cpu")
-    runner = Runner(problem)
-    own, stacks, combine, merge = library().decode_launches(
-        *(problem.call_q, None, problem.call_kv_cache, None, None, None, problem.block_table, problem.seq_lens),
-        *((planned := runner.build()).work_ranges, planned.split_offsets, planned.shared, planned.workspace),
-        *(runner.out.tensor, runner.lse.tensor, SOFTMAX_SCALE, *planned[:6], False, -math.inf, True),
-    )
+    own, stacks, combine, merge = launches(Case((300,) * 4, 16, num_sms=132, prefixes=((4, 128),)))
     assert ", 16>" in own[0] and "query_major" in stacks[0]
     assert "few_launch" in combine[0] and "prepare_merge" in merge[0]
 
